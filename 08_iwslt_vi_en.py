@@ -1,29 +1,33 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch", "numpy", "tokenizers", "tqdm", "sacremoses", "sacrebleu", "matplotlib"]
+# dependencies = [
+#   "torch>=2.6,<3", "numpy>=1.26,<3", "tqdm>=4.66,<5", "tokenizers>=0.20,<1",
+#   "sacremoses>=0.1.1,<1", "sacrebleu>=2.4,<3", "matplotlib>=3.8,<4",
+# ]
 # ///
 """Lesson 8: a translator you can use, trained on IWSLT'15 English-Vietnamese.
 
-The seven lessons before this one build the Transformer of "Attention Is All You Need" (Vaswani et
-al., 2017) and train it on toys. This one trains it on real text and turns it into a tool:
+The lessons before this one build the Transformer of "Attention Is All You Need" (Vaswani et al.,
+2017) and train it on toys. This one trains it on real text and makes a tool of it:
 
-    python 08_iwslt_vi_en.py --demo                       built-in pairs, about a minute on a laptop
+    python 08_iwslt_vi_en.py --demo                       built-in pairs, a minute on a laptop
     python 08_iwslt_vi_en.py --download                   fetch IWSLT'15 (133,317 pairs) into data/
-    python 08_iwslt_vi_en.py --full                       train on it (--full --resume goes on)
-    python 08_iwslt_vi_en.py --full --direction vi-en     the other way; X-Y reads train.X and train.Y
+    python 08_iwslt_vi_en.py --full                       train on it; --full --resume goes on
+    python 08_iwslt_vi_en.py --full --direction vi-en     the other way; X-Y reads train.X, train.Y
     python 08_iwslt_vi_en.py --evaluate                   BLEU and chrF on the test set
     python 08_iwslt_vi_en.py --infer                      a prompt: EN> ... VI> ...
     python 08_iwslt_vi_en.py --infer < in.txt > out.txt   a filter: one line in, one line out
-    torchrun --nproc-per-node=4 08_iwslt_vi_en.py --full  several GPUs
+    torchrun --nproc-per-node=4 08_iwslt_vi_en.py --full  several GPUs or processes
 
-The file reads from top to bottom: configuration, data, subwords, batches, the model from embeddings
-to Transformer, loss and schedule, training, search, evaluation, prompt, command line.
+Read it from top to bottom: configuration, data, subwords, batches, the model from embeddings to
+Transformer, loss and schedule, training, search, evaluation, prompt, command line.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import io
 import itertools
@@ -40,7 +44,7 @@ import urllib.request
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,9 +58,12 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 PAD, BOS, EOS = 0, 1, 2  # the same ids in every lesson
-MAX_POSITIONS = 1024  # length of the position table; no text longer than this enters the model
-EXTRA_OUTPUT = 50  # a translation is at most this much longer than its source, in subwords
-BEST, STATE = "best_iwslt_transformer.pth", "resume_state.pth"  # files of a run
+MAX_POSITIONS = 1024  # rows of the position table: no longer text enters the model
+EXTRA_OUTPUT = 50  # a translation is at most this many subwords longer than its source
+BEST, STATE, METRICS = "best_iwslt_transformer.pth", "resume_state.pth", "metrics.jsonl"
+FORMAT = "iwslt-transformer-1"  # marks our checkpoints
+Pair = tuple[str, str]
+Rows = list[np.ndarray]  # encoded sentences: one array of subword ids each
 
 
 class UserError(Exception):
@@ -64,21 +71,26 @@ class UserError(Exception):
 
 
 # ------------------------------------------------------------------------------------------------
-# Configuration: every number that decides what is computed. Each field is a command-line flag.
+# Configuration: what decides the result of a run. Each setting is a command-line flag.
 # ------------------------------------------------------------------------------------------------
 
 
-def setting(default: Any, help: str, **more: Any) -> Any:
-    """A dataclass field that becomes a flag with this default and this help text."""
-    return field(default=default, metadata={"help": help, **more})
+def setting(default: Any, help: str, *choices: str) -> Any:
+    """Return a dataclass field with what its flag needs: default, help text, allowed values."""
+    return field(default=default, metadata={"help": help, "choices": choices or None})
+
+
+def flag(name: str) -> str:
+    """Return the flag of a setting: batch_tokens -> --batch-tokens."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of one run; a checkpoint carries them, and `--resume` insists on the same."""
+    """The settings of one run; checkpoints carry them, and `--resume` insists on the same."""
 
     direction: str = setting("en-vi", "source and target language, as in the files' names")
-    preset: str = setting("laptop", "a set of defaults", choices=("demo", "laptop", "gpu"))
+    preset: str = setting("laptop", "which set of defaults", "demo", "laptop", "gpu")
     vocab_size: int = setting(8000, "subwords per language")
     max_len: int = setting(200, "leave out training pairs with a longer side, in subwords")
     d_model: int = setting(256, "width of the model")
@@ -87,27 +99,28 @@ class Config:
     n_layers: int = setting(4, "encoder layers, and as many decoder layers")
     dropout: float = setting(0.1, "share of activations dropped in training")
     norm_first: bool = setting(True, "LayerNorm before each sub-layer (pre-norm)")
-    tie: str = setting("output", "target embedding as output matrix", choices=("output", "none"))
-    batch_tokens: int = setting(4096, "tokens a batch holds on its longer side, padding included")
-    accumulate: int = setting(1, "batches summed into one step, by each process")
+    tie: str = setting("output", "target embedding as output matrix, or not", "output", "none")
+    batch_tokens: int = setting(2048, "tokens of a batch on its longer side, padding included")
+    accumulate: int = setting(1, "batches that each process sums up for one step")
     lr: float = setting(1.5e-3, "learning rate at the end of warm-up")
-    warmup: int = setting(800, "steps of warm-up (at most a fifth of all steps)")
+    warmup: int = setting(400, "steps of warm-up (a fifth of all steps at most)")
     label_smoothing: float = setting(0.1, "probability spread over the whole vocabulary")
     clip: float = setting(1.0, "largest norm of the gradient")
     epochs: int = setting(10, "passes over the training pairs")
-    minutes: float = setting(0.0, "train about this long instead of counting epochs (0: off)")
-    validate_every: int = setting(1000, "steps between validations, besides each epoch's end")
-    precision: str = setting("auto", "arithmetic", choices=("auto", "fp32", "bf16", "fp16"))
+    minutes: float = setting(0.0, "train about so long instead of counting epochs (0: off)")
+    validate_every: int = setting(500, "steps between validations, besides each epoch's end")
+    precision: str = setting("auto", "arithmetic in training", "auto", "fp32", "bf16", "fp16")
     seed: int = setting(1, "seed of initialisation, batch order and dropout")
-    demo: bool = False  # the built-in pairs instead of a corpus; set by --demo, no flag
+    demo: bool = False  # the built-in pairs instead of a corpus: set by --demo, so no flag
 
     def __post_init__(self) -> None:
-        counts = [self.n_heads, self.d_model, self.d_ff, self.n_layers, self.accumulate]
-        longest = MAX_POSITIONS - EXTRA_OUTPUT
+        positive = (self.d_model, self.d_ff, self.n_layers, self.n_heads, self.accumulate)
+        steps = (self.warmup, self.epochs, self.validate_every)
+        longest = MAX_POSITIONS - EXTRA_OUTPUT - 1
         for holds, rule in (
             (re.fullmatch("[a-z]+-[a-z]+", self.direction), "--direction must look like en-vi"),
-            (self.src != self.tgt, "--direction must name two different languages"),
-            (min(counts) > 0, "sizes and counts must be at least 1"),
+            (len(set(self.languages)) == 2, "--direction must name two different languages"),
+            (min(positive) > 0, "the model's sizes and --accumulate must be at least 1"),
             (self.d_model % max(1, self.n_heads) == 0, "--n-heads must divide --d-model"),
             (self.d_model % 2 == 0, "--d-model must be even"),
             (self.vocab_size >= 300, "--vocab-size must be at least 300"),
@@ -115,34 +128,28 @@ class Config:
             (self.batch_tokens >= 16, "--batch-tokens must be at least 16"),
             (0 <= self.dropout < 1, "--dropout must be at least 0 and below 1"),
             (0 <= self.label_smoothing < 1, "--label-smoothing must be at least 0 and below 1"),
-            (self.lr > 0 and self.clip > 0, "--lr and --clip must be above 0"),
-            (self.warmup > 0 and self.epochs > 0, "--warmup and --epochs must be at least 1"),
-            (self.validate_every > 0, "--validate-every must be at least 1"),
-            (self.minutes >= 0, "--minutes must not be negative"),
+            (0 < self.lr < 1 and self.clip > 0, "--lr must be in (0, 1) and --clip above 0"),
+            (min(steps) > 0, "--warmup, --epochs and --validate-every must be at least 1"),
+            (0 <= self.minutes < math.inf, "--minutes must be a number of minutes, or 0"),
         ):
             if not holds:
                 raise UserError(f"{rule}.")
 
     @property
-    def src(self) -> str:
-        return self.direction.split("-")[0]
-
-    @property
-    def tgt(self) -> str:
-        return self.direction.split("-")[-1]
+    def languages(self) -> tuple[str, str]:
+        """Source and target language."""
+        return tuple(self.direction.split("-"))
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "demo": {
-        "vocab_size": 600, "d_model": 128, "n_heads": 4, "d_ff": 256, "n_layers": 2,
-        "batch_tokens": 1024, "warmup": 200, "epochs": 40, "lr": 2e-3,
-    },
-    "laptop": {},  # the defaults above: 4 + 4 layers of width 256
-    "gpu": {
-        "d_model": 512, "d_ff": 2048, "n_layers": 6, "dropout": 0.3, "batch_tokens": 16384,
-        "lr": 1e-3, "warmup": 2000, "epochs": 40,
-    },
-}  # fmt: skip
+    "demo": dict(
+        vocab_size=600, d_model=128, n_heads=4, d_ff=256, n_layers=2, batch_tokens=512, epochs=20
+    ),
+    "laptop": {},  # the defaults above
+    "gpu": dict(
+        d_model=512, d_ff=2048, n_layers=6, dropout=0.3, batch_tokens=16384, lr=1e-3, epochs=40
+    ),
+}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -150,7 +157,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # ------------------------------------------------------------------------------------------------
 
 ORIGIN = "https://github.com/stefan-it/nmt-en-vi/raw/master/data/"
-ARCHIVES = {  # part: archive, its git blob id, and the names its text files may have
+ARCHIVES = {  # part of the corpus: its archive, the archive's git blob id, names of its files
     "train": ("train-en-vi.tgz", "76ce2671526e0b05a9422020820e656b6e2a1472", ("train",)),
     "dev": ("dev-2012-en-vi.tgz", "cd22909b078747a13aeed7fb134de8d5ad7c5151", ("tst2012", "dev")),
     "test": (
@@ -160,18 +167,16 @@ ARCHIVES = {  # part: archive, its git blob id, and the names its text files may
     ),
 }
 TED_LICENCE = (
-    "The IWSLT text comes from TED talks under CC BY-NC-ND: a model trained on it is for "
-    "non-commercial use."
+    "IWSLT is TED talks under CC BY-NC-ND: a model trained on it is for non-commercial use."
 )
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-Pair = tuple[str, str]
 
 
 def clean(text: str) -> str:
-    """One line of text in one form: NFC, no control characters, single spaces.
+    """Return text as one line in one form: NFC, no control characters, single spaces.
 
-    Vietnamese letters can be written composed or decomposed (one code point or several that look
-    alike); without NFC the same word would be two different words.
+    Vietnamese can be typed composed or decomposed: the same letters in different code points.
+    Without NFC the same word would be two words.
 
     >>> clean("tie\\u0302\\u0301ng\\tViệt ") == "tiếng Việt"
     True
@@ -180,10 +185,10 @@ def clean(text: str) -> str:
 
 
 def read_part(folder: Path, part: str, languages: Sequence[str]) -> list[bytes] | None:
-    """Return the bytes of one part of the corpus in each language, or None where it is absent.
+    """Return the bytes of one part of the corpus, source and target; None where it is absent.
 
-    Plain files (`train.en`, `train.vi`) come before the archive. The archive's members are read in
-    memory: nothing is unpacked, so nothing can be written where it should not be.
+    Plain files (train.en, train.vi) go before the archive. Members are read in memory: nothing is
+    unpacked, so nothing can be written to a wrong place.
     """
     archive, _, stems = ARCHIVES[part]
     for stem in stems:
@@ -201,86 +206,75 @@ def read_part(folder: Path, part: str, languages: Sequence[str]) -> list[bytes] 
                     return [tar.extractfile(members[name]).read() for name in names]
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise UserError(
-            f"{folder / archive} cannot be read as a .tgz archive ({error}); "
-            "delete it and fetch it again with --download."
+            f"{folder / archive} is not a sound .tgz archive ({error}): fetch it again (--download)."
         ) from error
     return None
 
 
-def decode_lines(data: bytes, name: str) -> list[str]:
-    """Return the cleaned lines of a UTF-8 file; only a newline ends a line."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{name}, line {line}: not UTF-8; convert the file to UTF-8.") from error
-    return [clean(line) for line in text.removesuffix("\n").split("\n")] if text else []
-
-
-def load_pairs(folder: Path, part: str, languages: Sequence[str]) -> list[Pair] | None:
-    """Return the (source, target) lines of a part, the empty ones too; None where it is absent."""
-    found = read_part(folder, part, languages)
-    if found is None:
-        return None
-    names = [f"{part} ({language})" for language in languages]
-    src, tgt = (decode_lines(data, name) for data, name in zip(found, names, strict=True))
-    if len(src) != len(tgt):
-        raise UserError(
-            f"{folder}: {names[0]} has {len(src):,} lines, {names[1]} has {len(tgt):,}; "
-            "line n of one must translate line n of the other, so the counts must agree."
-        )
-    return list(zip(src, tgt, strict=True))
-
-
-def missing_files(folder: Path, part: str, languages: Sequence[str]) -> UserError:
-    """Return the error that says which files are wanted, where they come from and go."""
+def load_pairs(
+    folder: Path, part: str, languages: Sequence[str], required: bool = True
+) -> list[Pair] | None:
+    """Return the (source, target) lines of a part, empty ones too; None if absent, not required."""
     archive, _, stems = ARCHIVES[part]
-    plain = " and ".join(f"{stems[0]}.{language}" for language in languages)
-    sentence = f"No {part} data in {folder}: put the files {plain} there"
-    if sorted(languages) == ["en", "vi"]:
-        sentence += (
-            f", or the archive {archive} from {ORIGIN}{archive} "
-            "(python 08_iwslt_vi_en.py --download fetches it)"
+    names = [f"{stems[0]}.{language}" for language in languages]
+    found = read_part(folder, part, languages)
+    if found is None and not required:
+        return None
+    if found is None:
+        other = f", or {archive} from {ORIGIN}{archive} (--download fetches it)"
+        raise UserError(
+            f"No {part} data in {folder}: put {' and '.join(names)} there"
+            f"{other if sorted(languages) == ['en', 'vi'] else ''}."
         )
-    return UserError(sentence + ".")
-
-
-def blob_id(data: bytes) -> str:
-    """Return git's id of a file: SHA-1 over "blob <size>\\0" and the content."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    sides = []
+    for data, name in zip(found, names, strict=True):
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise UserError(f"{folder}: {name}, line {line} is not UTF-8: convert it.") from error
+        # Only a newline ends a line: splitlines() would cut at rarer characters and misalign.
+        sides.append([clean(line) for line in text.removesuffix("\n").split("\n")] if text else [])
+    if len(sides[0]) != len(sides[1]):
+        counts = " but ".join(
+            f"{n} has {len(s):,} lines" for n, s in zip(names, sides, strict=True)
+        )
+        raise UserError(f"{folder}: {counts}; line n of one must translate line n of the other.")
+    return list(zip(*sides, strict=True))
 
 
 def download(folder: Path) -> None:
-    """Fetch the three archives into `folder`, each verified by its git blob id."""
+    """Fetch the three archives into `folder`, each verified by its git blob id.
+
+    That id is the SHA-1 of "blob <size>\\0" and the content; `git hash-object FILE` prints it.
+    """
     for archive, wanted, _ in ARCHIVES.values():
-        path = folder / archive
-        if path.is_file() and blob_id(path.read_bytes()) == wanted:
-            print(f"{path}: already there, verified")
-            continue
-        data = io.BytesIO()
-        try:
-            with urllib.request.urlopen(ORIGIN + archive, timeout=30) as response:
-                size = int(response.headers.get("Content-Length") or 0) or None
-                with tqdm(total=size, unit="B", unit_scale=True, desc=archive) as bar:
-                    while block := response.read(1 << 16):
-                        bar.update(data.write(block))
-        except OSError as error:
-            raise UserError(
-                f"{ORIGIN}{archive} could not be fetched ({error}); try again, or fetch it with "
-                f"a browser and put it into {folder}."
-            ) from error
-        if blob_id(data.getvalue()) != wanted:
-            raise UserError(
-                f"{ORIGIN}{archive} is not the expected file (its git blob id should be {wanted}); "
-                "nothing was saved."
-            )
-        write_file(path, data.getvalue())
-        print(f"{path}: {path.stat().st_size:,} bytes, verified")
+        url, path, block = ORIGIN + archive, folder / archive, io.BytesIO()
+        if path.is_file():
+            block.write(path.read_bytes())
+        else:
+            try:
+                with urllib.request.urlopen(url, timeout=30) as response:
+                    size = int(response.headers.get("Content-Length") or 0)
+                    with tqdm(total=size or None, unit="B", unit_scale=True, desc=archive) as bar:
+                        while piece := response.read(1 << 16):
+                            bar.update(block.write(piece))
+            except OSError as error:
+                raise UserError(
+                    f"{url} could not be fetched ({error}): try again, or put it into {folder}."
+                ) from error
+        data = block.getvalue()
+        if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != wanted:
+            where = path if path.is_file() else url
+            raise UserError(f"{where} is not the file expected (git blob id {wanted}): not used.")
+        if not path.is_file():
+            write_file(path, data)
+        print(f"{path}: {len(data):,} bytes, verified")
     print(TED_LICENCE)
 
 
 def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
-    """Replace a file as a whole: after a crash there is the old one or the new one, never half."""
+    """Replace a file as a whole: whatever happens, there is the old one or the new, never half."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,13 +286,11 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UserError(
-            f"{path} could not be written ({error}); what was there is kept."
-        ) from error
+        raise UserError(f"{path} could not be written ({error}); the old one is kept.") from error
 
 
 # ------------------------------------------------------------------------------------------------
-# The demo's data: everyday English-Vietnamese sentences made from a small table of phrases
+# The demo's data: everyday sentences made from a small table of phrases
 # ------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +327,7 @@ QUALITIES = table("beautiful = đẹp, expensive = đắt, cheap = rẻ, big = t
 POINTERS = table("this = này, that = kia")
 HABITS = table("every day = mỗi ngày, every morning = mỗi sáng, every evening = mỗi tối")
 TIMES = table("today = hôm nay, tonight = tối nay, tomorrow = ngày mai")
+QUESTION_WORDS = ("am", "are", "is", "do", "does", "how", "what", "where")
 
 # Tables made from those: only English verbs change their form, only classifiers drop out.
 ASKED = dict(itertools.islice(SUBJECTS.items(), 2, None))  # nobody asks "am i hungry"
@@ -403,30 +396,25 @@ def demo_pairs() -> tuple[list[Pair], list[Pair]]:
 
 
 def styled(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return each pair as it is, with a capital, with a full stop, and with both.
-
-    >>> styled([("i am happy", "tôi vui")])[3]
-    ('I am happy .', 'Tôi vui .')
-    """
-    capital = [tuple(text[0].upper() + text[1:] for text in pair) for pair in pairs]
-    return [
-        tuple(text + stop for text in pair)
-        for stop in ("", " .")
-        for style in (pairs, capital)
-        for pair in style
-    ]
+    """Return each pair four times: bare, with a capital, with . or ?, and with both."""
+    styles = []
+    for pair in pairs:
+        capital = tuple(text[0].upper() + text[1:] for text in pair)
+        end = " ?" if pair[0].split()[0] in QUESTION_WORDS else " ."
+        styles += [pair, capital, tuple(t + end for t in pair), tuple(t + end for t in capital)]
+    return styles
 
 
 # ------------------------------------------------------------------------------------------------
-# Ordinary text and corpus text
+# Text: people's and the corpus's
 # ------------------------------------------------------------------------------------------------
 
 
 class Moses:
-    """The border between people's text and the corpus's: "It's" against "It &apos;s".
+    """The border between people's text, It's, and the corpus's, It &apos;s.
 
     IWSLT is tokenised and escaped as the Moses toolkit does it. Inside the program text keeps that
-    form, so that BLEU is comparable with published figures; sacremoses converts at the border.
+    form, so that BLEU compares with published figures; sacremoses converts at the border.
     """
 
     def __init__(self, language: str) -> None:
@@ -435,28 +423,27 @@ class Moses:
         self.tokenizer, self.detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
 
     def to_corpus(self, text: str) -> str:
+        """Ordinary text -> corpus text."""
         return clean(self.tokenizer.tokenize(text, return_str=True))
 
     def to_text(self, corpus: str) -> str:
+        """Corpus text -> ordinary text."""
         return clean(self.detokenizer.detokenize(corpus.split()))
 
     def sentences(self, text: str) -> list[str]:
-        """Split a line of ordinary text after . ! ? … where a new sentence seems to begin.
+        """Split ordinary text after . ! ? … but not after an abbreviation or before lower case.
 
-        >>> Moses("en").sentences("Mr. Hoa is here. Is he late? No.")
-        ['Mr. Hoa is here.', 'Is he late?', 'No.']
+        >>> Moses("en").sentences("Mr. Hoa is in the U.S. now. Is he late? No.")
+        ['Mr. Hoa is in the U.S. now.', 'Is he late?', 'No.']
         """
         parts, start = [], 0
-        for match in re.finditer(r"[.!?…]+[\"'”’»)\]]*\s+(?=[\"'“‘«(\[¿¡-]*[^\W\d_a-z])", text):
-            last = text[start : match.start()].split()[-1:]
-            dotted = text[match.start()] == "." and match.group().strip() == "."
-            if dotted and last and last[0] in self.tokenizer.NONBREAKING_PREFIXES:
-                continue  # "Mr." does not end a sentence
-            if text[match.end()].islower():
-                continue
-            parts.append(text[start : match.end()].strip())
-            start = match.end()
-        return [*parts, text[start:].strip()]
+        for match in re.finditer(r"([.!?…]+)[\"'”’»)\]]*\s+(?=\S)", text):
+            word = text[start : match.start()].rpartition(" ")[2].lstrip("\"'“‘«([")
+            short = word in self.tokenizer.NONBREAKING_PREFIXES or "." in word
+            if not text[match.end()].islower() and not (match[1] == "." and short):
+                parts.append(text[start : match.end()].rstrip())
+                start = match.end()
+        return [*parts, text[start:]]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -465,81 +452,60 @@ class Moses:
 
 
 def train_bpe(lines: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learn byte-level BPE (Sennrich et al., 2016): any text can be written, none is unknown.
+    """Learn byte-level BPE (Sennrich et al., 2016): every text can be written, none is unknown.
 
-    A piece is a word with the space before it, so decoding puts every space back. Ids 0, 1, 2 are
-    reserved for pad, bos and eos, but no text ever stands for them: a typed "<pad>" is five
-    characters.
+    A piece may be a word with the space before it, so that decoding restores every space. Ids 0, 1
+    and 2 are reserved, but no text stands for them: a typed "<pad>" is five characters.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend(" ")])
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(" ?[^ ]+| +"), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(" ?[^ ]+| +"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    tokenizer.train_from_iterator(
-        lines,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=["<pad>", "<bos>", "<eos>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
+    tokenizer.train_from_iterator(lines, trainer)
     description = json.loads(tokenizer.to_str())
     description["added_tokens"] = []  # the ids stay reserved; the names lose their power over text
     return Tokenizer.from_str(json.dumps(description))
 
 
-def encode(tokenizer: Tokenizer, lines: Sequence[str]) -> list[np.ndarray]:
-    """Return each line's subword ids with eos at the end, as int32 arrays."""
+def text_to_ids(tokenizer: Tokenizer, lines: Sequence[str]) -> Rows:
+    """Return each line's subword ids, eos at the end."""
     return [np.array([*e.ids, EOS], dtype=np.int32) for e in tokenizer.encode_batch(list(lines))]
 
 
-def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def ids_to_text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     """Return the text of subword ids: one clean line, whatever the ids."""
     return clean(tokenizer.decode([i for i in ids if i > EOS], skip_special_tokens=False))
 
 
-# ------------------------------------------------------------------------------------------------
-# Prepared data: read, cleaned, encoded once, kept in the run's folder
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Encoded:
-    """Encoded sentence pairs: for each pair one array of ids a side, both ending with eos."""
-
-    src: list[np.ndarray]
-    tgt: list[np.ndarray]
-
-    def __len__(self) -> int:
-        return len(self.src)
-
-
 @dataclass
 class Prepared:
-    """What training needs of the data."""
+    """What training needs of the data; `train` and `dev` are source rows and target rows."""
 
-    src_tokenizer: Tokenizer
-    tgt_tokenizer: Tokenizer
-    train: Encoded
-    dev: Encoded
+    tokenizers: list[Tokenizer]
+    train: list[Rows]
+    dev: list[Rows]
     report: list[str]  # what was read, dropped and held out
 
 
 def encode_pairs(
     pairs: Sequence[Pair], tokenizers: Sequence[Tokenizer], max_len: int, name: str
-) -> tuple[Encoded, str]:
-    """Encode pairs and leave out the unusable ones; both sides of a pair always go together."""
-    sides = [encode(t, [p[i] for p in pairs]) for i, t in enumerate(tokenizers)]
+) -> tuple[list[Rows], str]:
+    """Encode pairs, leave out the unusable ones (both sides together); say which and why."""
+    sides = [
+        text_to_ids(tokenizer, [p[i] for p in pairs]) for i, tokenizer in enumerate(tokenizers)
+    ]
     dropped: Counter[str] = Counter()
-    kept = Encoded([], [])
-    for src, tgt in zip(*sides, strict=True):
-        short, long = sorted((len(src) - 1, len(tgt) - 1))  # without eos
+    kept = []
+    for pair in zip(*sides, strict=True):
+        short, long = sorted(len(row) - 1 for row in pair)
         if short == 0:
             dropped["with an empty side"] += 1
         elif long > max_len:
@@ -547,73 +513,65 @@ def encode_pairs(
         elif long > 3 * short + 10:
             dropped["with sides of very different length"] += 1
         else:
-            kept.src.append(src)
-            kept.tgt.append(tgt)
-    reasons = ", ".join(f"{n:,} {why}" for why, n in dropped.items()) or "none"
-    return kept, f"{name}: {len(pairs):,} pairs read, {len(kept):,} kept; dropped: {reasons}"
+            kept.append(pair)
+    why = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
+    report = f"{name}: {len(pairs):,} pairs read, {len(kept):,} kept; dropped: {why}"
+    if not kept:
+        raise UserError(f"No usable sentence pair. {report}.")
+    return [list(side) for side in zip(*kept, strict=True)], report
 
 
 def prepare(config: Config, data: Path, run: Path) -> Prepared:
-    """Read, learn BPE, encode; or take all of that from the run's folder if nothing changed."""
-    languages = (config.src, config.tgt)
+    """Read the data, learn BPE, encode; or take all of it from the run's folder if it fits."""
+    report = []
     if config.demo:
-        train, dev = demo_pairs()
-        train, dev = styled(train), styled(dev)
-        if languages == ("vi", "en"):
-            train, dev = ([(vi, en) for en, vi in pairs] for pairs in (train, dev))
-        elif languages != ("en", "vi"):
-            raise UserError(f"The demo speaks en-vi and vi-en, not {config.direction}.")
+        train, dev = map(styled, demo_pairs())
+        if config.direction == "vi-en":
+            train, dev = ([pair[::-1] for pair in pairs] for pairs in (train, dev))
+        elif config.direction != "en-vi":
+            raise UserError(f"The demo translates en-vi and vi-en, not {config.direction}.")
     else:
-        train, dev = load_pairs(data, "train", languages), load_pairs(data, "dev", languages)
-        if train is None:
-            raise missing_files(data, "train", languages)
-    key = json.dumps([train, dev, config.vocab_size, config.max_len, languages, "v1"])
-    fingerprint = hashlib.sha256(key.encode("utf-8")).hexdigest()
+        train = load_pairs(data, "train", config.languages)
+        dev = load_pairs(data, "dev", config.languages, required=False)
+    if dev is None:
+        order = np.random.default_rng(0).permutation(len(train))
+        held_out = set(order[: min(2000, max(1, len(train) // 100))].tolist())
+        dev = [pair for i, pair in enumerate(train) if i in held_out]
+        train = [pair for i, pair in enumerate(train) if i not in held_out]
+        report.append(f"no dev files in {data}: {len(dev):,} training pairs are held out instead")
 
-    paths = [run / f"{language}_tokenizer.json" for language in languages]
     cache = run / "prepared.pth"
-    with contextlib.suppress(Exception):  # anything wrong with the cache: prepare again
+    settings = [config.direction, config.vocab_size, config.max_len]
+    fingerprint = text_hash(json.dumps([settings, train, dev]))
+    with contextlib.suppress(Exception):  # whatever is wrong with the cache: prepare again
         stored = torch.load(cache, weights_only=True)
         if stored["fingerprint"] == fingerprint:
+            sets = [
+                [np.split(flat.numpy(), np.cumsum(lengths)[:-1]) for flat, lengths in sides]
+                for sides in stored["sets"]
+            ]
             tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
-            sets = [Encoded(*(unflatten(side) for side in s)) for s in stored["sets"]]
-            return Prepared(*tokenizers, *sets, [*stored["report"], "(prepared earlier)"])
+            return Prepared(tokenizers, *sets, [*stored["report"], "(prepared earlier)"])
 
-    report = []
-    if dev is None:
-        held_out = np.random.default_rng(0).permutation(len(train))[: min(2000, len(train) // 100)]
-        chosen = set(held_out.tolist()) or {0}
-        dev = [train[i] for i in sorted(chosen)]
-        train = [pair for i, pair in enumerate(train) if i not in chosen]
-        report.append(f"no dev files in {data}: {len(dev):,} training pairs held out instead")
-    tokenizers = [train_bpe((p[i] for p in train), config.vocab_size) for i in (0, 1)]
-    sets = []
-    for name, pairs in (("train", train), ("dev", dev)):
-        encoded, line = encode_pairs(pairs, tokenizers, config.max_len, name)
-        if not len(encoded):
-            raise UserError(f"No usable sentence pair: {line}.")
-        sets.append(encoded)
-        report.append(line)
-    for tokenizer, path in zip(tokenizers, paths, strict=True):
-        write_file(path, tokenizer.to_str(pretty=True).encode("utf-8"))
-    stored = {
-        "fingerprint": fingerprint,
-        "tokenizers": [tokenizer.to_str() for tokenizer in tokenizers],
-        "sets": [[flatten(s.src), flatten(s.tgt)] for s in sets],
-        "report": report,
-    }
+    tokenizers = [train_bpe((pair[i] for pair in train), config.vocab_size) for i in (0, 1)]
+    train, train_report = encode_pairs(train, tokenizers, config.max_len, "train")
+    dev, dev_report = encode_pairs(dev, tokenizers, config.max_len, "dev")
+    report += [train_report, dev_report]
+    texts = [tokenizer.to_str(pretty=True) for tokenizer in tokenizers]
+    for language, text in zip(config.languages, texts, strict=True):
+        write_file(run / f"{language}_tokenizer.json", text.encode("utf-8"))
+    flat = [
+        [(torch.from_numpy(np.concatenate(rows)), [len(row) for row in rows]) for rows in sides]
+        for sides in (train, dev)
+    ]
+    stored = {"fingerprint": fingerprint, "tokenizers": texts, "sets": flat, "report": report}
     write_file(cache, lambda file: torch.save(stored, file))
-    return Prepared(*tokenizers, *sets, report)
+    return Prepared(tokenizers, train, dev, report)
 
 
-def flatten(rows: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-    """Return rows of different lengths as (all ids in a row, the lengths)."""
-    return torch.from_numpy(np.concatenate(rows)), torch.tensor([len(row) for row in rows])
-
-
-def unflatten(flat: tuple[Tensor, Tensor]) -> list[np.ndarray]:
-    """Undo `flatten`."""
-    return np.split(flat[0].numpy(), np.cumsum(flat[1].numpy())[:-1])
+def text_hash(text: str) -> str:
+    """Return the SHA-256 of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -621,33 +579,30 @@ def unflatten(flat: tuple[Tensor, Tensor]) -> list[np.ndarray]:
 # ------------------------------------------------------------------------------------------------
 
 
-def plan_batches(
-    src: Sequence[Sequence[int]], tgt: Sequence[Sequence[int]], budget: int, seed: Any
-) -> list[np.ndarray]:
-    """Divide the pairs into batches of similar length; return the pairs' indices, batch by batch.
+def plan_batches(src: Rows, tgt: Rows, budget: int, seed: Any) -> list[np.ndarray]:
+    """Divide the pairs into batches of like lengths; return each batch's indices. A seed fixes it.
 
-    A batch of n pairs whose longest side has L tokens holds n x L <= budget tokens, padding
-    included. Attention is quadratic in L, so beyond 256 tokens a sentence counts L / 256 times
-    more. A pair over the budget makes a batch of its own. Same seed, same plan.
+    n pairs whose longest side has L tokens hold n * L <= budget tokens, padding included. Attention
+    is quadratic in L: beyond 256 tokens a pair counts L / 256 times more, so that one long line
+    does not exhaust the memory. A pair over the budget gets a batch of its own.
     """
     rng = np.random.default_rng(seed)
-    src_len, tgt_len = np.array([len(row) for row in src]), np.array([len(row) for row in tgt])
-    order = rng.permutation(len(src_len))  # decides among pairs of equal lengths
+    src_len, tgt_len = (np.array([len(row) for row in rows]) for rows in (src, tgt))
+    order = rng.permutation(len(src_len))  # decides between pairs of equal lengths
     order = order[np.lexsort((src_len[order], tgt_len[order]))]
     longest = np.maximum(src_len, tgt_len)[order]
-    cost = longest * np.maximum(1, longest / 256)
-    batches, start, widest = [], 0, 0
-    for end, price in enumerate(cost):
-        widest = max(widest, price)
-        if (end + 1 - start) * widest > budget and end > start:
+    batches, start, widest = [], 0, 0.0
+    for end, cost in enumerate(longest * np.maximum(1, longest / 256)):
+        if end > start and (end + 1 - start) * max(widest, cost) > budget:
             batches.append(order[start:end])
-            start, widest = end, price
+            start, widest = end, 0.0
+        widest = max(widest, cost)
     batches.append(order[start:])
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return rows of ids as one (rows, longest) tensor, filled up with PAD at the end.
+    """Return rows of ids as one tensor (rows, longest), filled up with PAD.
 
     >>> pad_rows([[5, 2], [5, 6, 2]]).tolist()
     [[5, 2, 0], [5, 6, 2]]
@@ -658,12 +613,12 @@ def pad_rows(rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.from_numpy(padded)
 
 
-def make_batch(data: Encoded, indices: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return source (B, S) and target (B, T) ids of the pairs, both ending with eos."""
-    sides = (pad_rows([side[i] for i in indices]) for side in (data.src, data.tgt))
+def make_batch(sides: list[Rows], indices: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return source ids (B, S) and target ids (B, T) of the pairs, each row ending with eos."""
+    batch = [pad_rows([rows[i] for i in indices]) for rows in sides]
     if device.type == "cuda":  # from pinned memory the copy runs beside the computation
-        return [side.pin_memory().to(device, non_blocking=True) for side in sides]
-    return [side.to(device) for side in sides]
+        return [ids.pin_memory().to(device, non_blocking=True) for ids in batch]
+    return [ids.to(device) for ids in batch]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -673,7 +628,7 @@ def make_batch(data: Encoded, indices: Sequence[int], device: torch.device) -> l
 
 
 def padding_mask(ids: Tensor) -> Tensor:
-    """Return where `ids` (B, S) are real tokens, as (B, 1, 1, S)."""
+    """Return where ids (B, S) are real tokens, as (B, 1, 1, S)."""
     return (ids != PAD)[:, None, None, :]
 
 
@@ -687,9 +642,9 @@ def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
 
 
 class TokenEmbedding(nn.Module):
-    """A table of `vocab_size` learned vectors; output = table[ids] * sqrt(d_model) (section 3.4).
+    """table[ids] * sqrt(d_model), a learned vector for each id (section 3.4).
 
-    The table starts as N(0, 1/d_model), so that after the scaling each entry has variance 1.
+    The table starts as N(0, 1/d_model), so after the scaling each entry has variance 1.
     """
 
     def __init__(self, vocab_size: int, d_model: int) -> None:
@@ -722,7 +677,7 @@ class PositionalEncoding(nn.Module):
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         """Map x (B, S, d_model), whose first vector stands at position `start`, to the same shape.
 
-        Raises ValueError where the input is longer than the table.
+        Raises ValueError where x reaches beyond the table.
         """
         end = start + x.size(1)
         if end > self.table.size(0):
@@ -739,15 +694,15 @@ def scaled_dot_product_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(Q K^T / sqrt(d_k)) V (section 3.2.1).
 
-    query (..., T, d_k), key and value (..., S, d_k), mask broadcastable to (..., T, S), True where
-    the query may attend; returns the output (..., T, d_k) and the weights (..., T, S). Blocked
-    scores get the most negative finite number, so a row in which all is blocked gives no NaN.
+    query (..., T, d_k), key and value (..., S, d_k), mask broadcastable to (..., T, S); returns the
+    output (..., T, d_k) and the weights (..., T, S). Blocked scores get the most negative finite
+    number of their type, so that a row with everything blocked gives no NaN.
     """
     scores = (query / math.sqrt(query.size(-1))) @ key.transpose(-2, -1)
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1)
-    return (weights if dropout is None else dropout(weights)) @ value, weights
+    return (dropout(weights) if dropout else weights) @ value, weights
 
 
 class MultiHeadAttention(nn.Module):
@@ -775,15 +730,15 @@ class MultiHeadAttention(nn.Module):
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Let query (B, T, d_model) look things up; return (B, T, d_model), weights (B, h, T, S)"""
+        """Look query (B, T, d_model) up; return (B, T, d_model) and weights (B, heads, T, S)."""
         q = self.split_heads(self.w_q(query))
-        out, weights = scaled_dot_product_attention(q, keys, values, mask, self.dropout)
-        return self.w_o(out.transpose(1, 2).flatten(2)), weights  # heads side by side again
+        heads, weights = scaled_dot_product_attention(q, keys, values, mask, self.dropout)
+        return self.w_o(heads.transpose(1, 2).flatten(2)), weights
 
     def forward(
         self, query: Tensor, memory: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """query (B, T, d_model) attends to memory (B, S, d_model), which may be query itself."""
+        """Let query (B, T, d_model) attend to memory (B, S, d_model): itself, or another text."""
         return self.attend(query, *self.keys_values(memory), mask)
 
 
@@ -802,7 +757,7 @@ class FeedForward(nn.Module):
 
 
 class Residual(nn.Module):
-    """One sub-layer's place in the residual stream (section 3.1).
+    """A sub-layer's place in the residual stream (section 3.1).
 
     Post-norm, as in 2017: LayerNorm(x + Dropout(sublayer(x)))
     Pre-norm:              x + Dropout(sublayer(LayerNorm(x)))
@@ -822,7 +777,7 @@ class Residual(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention, then feed-forward, each in a residual connection."""
+    """Self-attention and feed-forward, each in a residual connection."""
 
     def __init__(
         self, d_model: int, n_heads: int, d_ff: int, dropout: float, norm_first: bool = False
@@ -841,21 +796,21 @@ class EncoderLayer(nn.Module):
 
 @dataclass
 class LayerCache:
-    """What one decoder layer need not compute again while it writes token after token.
+    """What a decoder layer need not compute again while it writes token after token.
 
-    Keys and values are (B, heads, length, d_k): those of the memory are computed once, those of the
-    target grow by one position a step.
+    Pairs of keys and values (B, heads, length, d_k): the memory's are computed once, the target's
+    grow by one position a step.
     """
 
     memory: tuple[Tensor, Tensor]
     target: tuple[Tensor, Tensor] | None = None
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def extend(self, newest: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Append the newest positions' keys and values; return those of all positions."""
         if self.target is not None:
-            keys, values = (torch.cat(kv, dim=2) for kv in zip(self.target, (keys, values)))
-        self.target = (keys, values)
-        return self.target
+            newest = tuple(torch.cat(both, dim=2) for both in zip(self.target, newest, strict=True))
+        self.target = newest
+        return newest
 
 
 class DecoderLayer(nn.Module):
@@ -875,26 +830,25 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        memory: Tensor,
+        memory: Tensor | None,
         tgt_mask: Tensor | None = None,
         src_mask: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Map x (B, T, d_model) to the same shape.
+        """Map x (B, T, d_model) to the same shape, reading memory (B, S, d_model).
 
-        memory (B, S, d_model); tgt_mask broadcasts to (B, heads, T, T), src_mask to (B, heads, T,
-        S). With a cache, x holds only the positions since the last call and memory is not read.
+        tgt_mask broadcasts to (B, heads, T, T), src_mask to (B, heads, T, S). With a cache, x holds
+        only the positions since the last call, and memory is not read.
         """
 
         def self_attend(y: Tensor) -> Tensor:
-            keys, values = self.self_attention.keys_values(y)
-            if cache is not None:
-                keys, values = cache.extend(keys, values)
-            return self.self_attention.attend(y, keys, values, tgt_mask)[0]
+            newest = self.self_attention.keys_values(y)
+            keys_values = cache.extend(newest) if cache else newest
+            return self.self_attention.attend(y, *keys_values, tgt_mask)[0]
 
         def cross_attend(y: Tensor) -> Tensor:
-            keys, values = cache.memory if cache else self.cross_attention.keys_values(memory)
-            return self.cross_attention.attend(y, keys, values, src_mask)[0]
+            keys_values = cache.memory if cache else self.cross_attention.keys_values(memory)
+            return self.cross_attention.attend(y, *keys_values, src_mask)[0]
 
         x = self.residual1(x, self_attend)
         x = self.residual2(x, cross_attend)
@@ -902,10 +856,10 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The encoder-decoder of 2017: source ids and target ids in, logits of the next token out.
+    """The encoder-decoder of 2017: source and target ids in, logits of each next token out.
 
-    tie: "all" (one matrix for source, target and output, as in the paper; needs one vocabulary),
-    "output" (the target embedding is the output matrix) or "none". Pre-norm ends each stack with
+    tie: "all" (one matrix for source, target and output, as in the paper; one vocabulary),
+    "output" (the target embedding is the output matrix) or "none". Pre-norm ends both stacks with
     one more LayerNorm, since nothing else there bounds the residual stream.
     """
 
@@ -922,9 +876,15 @@ class Transformer(nn.Module):
         tie: str = "output",
     ) -> None:
         super().__init__()
+        if tie not in ("all", "output", "none"):
+            raise ValueError(f'tie must be "all", "output" or "none", got {tie!r}')
+        if tie == "all" and src_vocab_size != tgt_vocab_size:
+            raise ValueError('tie="all" needs one vocabulary for source and target')
         sizes = (d_model, n_heads, d_ff, dropout, norm_first)
-        self.src_embedding = TokenEmbedding(src_vocab_size, d_model)
         self.tgt_embedding = TokenEmbedding(tgt_vocab_size, d_model)
+        self.src_embedding = (
+            self.tgt_embedding if tie == "all" else TokenEmbedding(src_vocab_size, d_model)
+        )
         self.position = PositionalEncoding(d_model, MAX_POSITIONS, dropout)
         self.encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(n_layers))
         self.decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(n_layers))
@@ -936,67 +896,57 @@ class Transformer(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        if tie not in ("all", "output", "none"):
-            raise ValueError(f'tie must be "all", "output" or "none", got {tie!r}')
         if tie != "none":
             self.output.weight = self.tgt_embedding.table.weight
-        if tie == "all":
-            if src_vocab_size != tgt_vocab_size:
-                raise ValueError('tie="all" needs one vocabulary for source and target')
-            self.src_embedding = self.tgt_embedding
 
     def encode(self, src: Tensor) -> Tensor:
         """Map source ids (B, S) to the memory (B, S, d_model)."""
-        mask = padding_mask(src)
-        x = self.position(self.src_embedding(src))
+        x, mask = self.position(self.src_embedding(src)), padding_mask(src)
         for layer in self.encoder:
             x = layer(x, mask)
         return self.encoder_norm(x)
 
     def decode(
-        self, tgt: Tensor, memory: Tensor, src: Tensor, caches: list[LayerCache] | None = None
+        self,
+        tgt: Tensor,
+        memory: Tensor | None,
+        src: Tensor,
+        caches: list[LayerCache] | None = None,
     ) -> Tensor:
-        """Map target ids (B, T) to decoder states (B, T, d_model), before the output matrix.
+        """Map decoder input ids (B, T) to states (B, T, d_model), before the output matrix.
 
-        With caches, tgt holds only the ids since the last call, and none of them is PAD.
+        With caches, tgt holds only the ids since the last call, none of them PAD, and memory is not
+        read.
         """
         past = caches[0].target[0].size(2) if caches and caches[0].target else 0
-        mask = causal_mask(past + tgt.size(1), tgt.device)[:, :, past:]
-        if caches is None:
-            mask = mask & padding_mask(tgt)
-        x = self.position(self.tgt_embedding(tgt), past)
+        tgt_mask = causal_mask(past + tgt.size(1), tgt.device)[:, :, past:]
+        if not caches:
+            tgt_mask = tgt_mask & padding_mask(tgt)
+        x, src_mask = self.position(self.tgt_embedding(tgt), past), padding_mask(src)
         for layer, cache in zip(self.decoder, caches or [None] * len(self.decoder), strict=True):
-            x = layer(x, memory, mask, padding_mask(src), cache)
+            x = layer(x, memory, tgt_mask, src_mask, cache)
         return self.decoder_norm(x)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
-        """Map source ids (B, S) and decoder input ids (B, T) to logits (B, T, vocabulary)."""
+        """Map source ids (B, S) and decoder input ids (B, T) to logits (B, T, tgt_vocab_size)."""
         return self.output(self.decode(tgt, self.encode(src), src))
 
     def new_caches(self, memory: Tensor) -> list[LayerCache]:
-        """Return a cache a decoder layer, holding the keys and values of memory (B, S, d_model)."""
+        """Return a cache for each decoder layer, filled from memory (B, S, d_model)."""
         return [LayerCache(layer.cross_attention.keys_values(memory)) for layer in self.decoder]
 
 
-def build_model(config: Config, src_vocab_size: int, tgt_vocab_size: int) -> Transformer:
+def build_model(config: Config, vocab_sizes: Sequence[int]) -> Transformer:
     """Build the untrained model of a configuration.
 
-    Pre-norm is the default here, unlike in 2017: with the norm inside the branch, the residual
-    stream runs from the loss to the embeddings unnormalised, gradients keep their size through any
-    depth (lesson 4 measures it), and training stands a high rate after a short warm-up. Post-norm
-    (--no-norm-first) reaches the same quality but wants a gentler rate and a longer warm-up.
+    Pre-norm is the default here, unlike in 2017: the residual stream then runs from the loss down
+    to the embeddings without passing a norm, gradients keep their size at any depth (lesson 4
+    measures it), and training bears a high rate after a short warm-up. Post-norm (--no-norm-first)
+    works too, with a lower rate and a longer warm-up.
     """
-    return Transformer(
-        src_vocab_size,
-        tgt_vocab_size,
-        config.d_model,
-        config.n_heads,
-        config.d_ff,
-        config.n_layers,
-        config.dropout,
-        config.norm_first,
-        config.tie,
-    )
+    c = config
+    sizes = (c.d_model, c.n_heads, c.d_ff, c.n_layers, c.dropout)
+    return Transformer(*vocab_sizes, *sizes, norm_first=c.norm_first, tie=c.tie)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1005,10 +955,10 @@ def build_model(config: Config, src_vocab_size: int, tgt_vocab_size: int) -> Tra
 
 
 def batch_loss(model: Transformer, src: Tensor, tgt: Tensor, smoothing: float) -> Tensor:
-    """Return the summed cross-entropy over the real tokens of tgt (B, T), which ends with eos.
+    """Return the cross-entropy summed over the real tokens of tgt (B, T), which ends with eos.
 
-    The decoder reads bos and the target but for its last token, and predicts the target: shift by
-    one. Only real positions meet the output matrix; on the others the loss would be thrown away.
+    The decoder reads bos and then the target, one place later than it predicts it. Only states at
+    real tokens meet the output matrix: elsewhere the loss would be thrown away.
     """
     tgt_in = torch.cat([torch.full_like(tgt[:, :1], BOS), tgt[:, :-1]], dim=1)
     states = model.decode(tgt_in, model.encode(src), src)
@@ -1018,10 +968,9 @@ def batch_loss(model: Transformer, src: Tensor, tgt: Tensor, smoothing: float) -
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:
-    """Return the rate of step 1, 2, ..., total: linear warm-up to `peak`, then a cosine to 0.
+    """Return the rate of step 1 ... total: linear warm-up to `peak`, then a cosine down to 0.
 
-    A pure function of the step, so a resumed run continues on the same curve. A short run warms up
-    for a fifth of its steps.
+    A pure function of the step: a resumed run goes on along the same curve.
 
     >>> [learning_rate(step, 100, 1.0, 10) for step in (1, 10, 55, 100)]
     [0.1, 1.0, 0.5, 0.0]
@@ -1049,33 +998,29 @@ class Place:
 def find_place(device: str) -> Place:
     """Return this process's place; under torchrun, join the other processes."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    available = {"cpu": True, "cuda": torch.cuda.is_available()}
-    available["mps"] = torch.backends.mps.is_available()
-    if device == "auto":
-        device = next(name for name in ("cuda", "mps", "cpu") if available[name])
-    if not available.get(device.split(":")[0]):
-        usable = ", ".join(name for name, there in available.items() if there)
-        raise UserError(f"--device {device} is not available here; usable: {usable}.")
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    usable = [name for name, there in usable.items() if there] + ["cpu"]
+    device = usable[0] if device == "auto" else device
+    if device.split(":")[0] not in usable:
+        raise UserError(f"--device {device} is not available here; usable: {', '.join(usable)}.")
     if world > 1:
         if device == "cuda":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     return Place(torch.device(device), rank, world)
 
 
 def cpu_has_bf16() -> bool:
-    """Return whether this processor multiplies bf16 matrices itself (AVX512-BF16 or AMX)."""
-    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16") or found.get("amx_tile"))
+    """Return whether this processor itself multiplies bf16 matrices (AVX512-BF16 or AMX)."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "amx_tile"))
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """Return fp32, bf16 or fp16; "auto" is the fastest that this device computes by itself."""
-    if wanted == "fp16" and device.type != "cuda":
-        raise UserError("--precision fp16 needs a CUDA GPU; use bf16, fp32 or auto.")
-    if wanted == "bf16" and device.type == "mps":
-        raise UserError("--precision bf16 is not for Apple GPUs; use fp32 or auto.")
+    """Return fp32, bf16 or fp16; "auto" is the fastest that the device computes by itself."""
+    if (wanted, device.type) in (("fp16", "cpu"), ("fp16", "mps"), ("bf16", "mps")):
+        raise UserError(f"--precision {wanted} is not for {device.type}: use fp32 or auto.")
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
@@ -1090,20 +1035,53 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
     return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
-class Trainer:
-    """Model, data and optimizer of one run; `step` counts the updates done so far.
+def keep_freed_memory() -> None:
+    """Ask the C library (glibc, that is Linux) to keep freed memory for the next step.
 
-    Everything random is a function of (seed, epoch) or (seed, step, rank), and the schedule is one
-    of the step: weights, optimizer and the step number are all that an exact resume needs.
+    By default large blocks go back to the system, and each step pays for having them zeroed again:
+    about a fifth of the time of a training step on a CPU.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
+
+
+class FastDropout(nn.Module):
+    """`nn.Dropout` for CPUs, four times as fast: a random byte decides for an element, not a float.
+
+    p is rounded to 1/256; the scale fits the rounded p, so the expectation is exact.
     """
 
-    def __init__(self, config: Config, prepared: Prepared, place: Place) -> None:
-        self.config, self.prepared, self.place = config, prepared, place
-        vocabularies = [
-            t.get_vocab_size() for t in (prepared.src_tokenizer, prepared.tgt_tokenizer)
-        ]
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.threshold = round(p * 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.threshold == 0:
+            return x
+        words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
+        kept = words.view(torch.uint8)[: x.numel()].view(x.shape) >= self.threshold
+        return x * kept.to(x.dtype).mul_(256 / (256 - self.threshold))
+
+
+class Trainer:
+    """Model, data and optimizer of one run; `step` counts the updates done.
+
+    All that is random is a function of (seed, epoch) or (seed, step, rank), and the rate is one of
+    the step: so weights, optimizer and the step number are all that an exact resume needs.
+    """
+
+    def __init__(self, config: Config, prepared: Prepared, place: Place, run: Path) -> None:
+        self.config, self.prepared, self.place, self.run = config, prepared, place, run
+        self.vocab_sizes = [tokenizer.get_vocab_size() for tokenizer in prepared.tokenizers]
         torch.manual_seed(config.seed)
-        self.model = build_model(config, *vocabularies).to(place.device)
+        self.model = build_model(config, self.vocab_sizes).to(place.device)
+        if place.device.type == "cpu":
+            for module in list(self.model.modules()):
+                for name, child in module.named_children():
+                    if isinstance(child, nn.Dropout):
+                        setattr(module, name, FastDropout(child.p))
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.precision = choose_precision(config.precision, place.device)
@@ -1112,287 +1090,231 @@ class Trainer:
             self.model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=place.device.type != "mps"
         )
         self.step = self.total = 0
-        self.best = math.inf
-        self.seconds = 0.0  # spent in earlier sessions of this run
-        self.epoch_plan: tuple[int, list[list[np.ndarray]]] = (-1, [])
+        self.best, self.seconds = math.inf, 0.0  # lowest dev loss; time spent before this session
+        self.metrics: list[dict[str, Any]] = []
+        self.wish_to_stop = False
+        self.planned: tuple[int, list[list[np.ndarray]]] = (-1, [])
         self.steps_per_epoch = len(self.groups(0))
 
     def groups(self, epoch: int) -> list[list[np.ndarray]]:
-        """Return the epoch's batches, grouped into steps: `accumulate` for each process."""
-        if self.epoch_plan[0] != epoch:
-            train, size = self.prepared.train, self.config.accumulate * self.place.world
-            seed = (self.config.seed, epoch)
-            batches = plan_batches(train.src, train.tgt, self.config.batch_tokens, seed)
+        """Return the batches of an epoch, grouped into steps: `accumulate` for each process."""
+        if self.planned[0] != epoch:
+            seed, size = (self.config.seed, epoch), self.config.accumulate * self.place.world
+            batches = plan_batches(*self.prepared.train, self.config.batch_tokens, seed)
             grouped = [batches[i : i + size] for i in range(0, len(batches), size)]
-            self.epoch_plan = (epoch, grouped)
-        return self.epoch_plan[1]
+            self.planned = (epoch, grouped)
+        return self.planned[1]
 
-    def tokens(self, group: Sequence[np.ndarray]) -> int:
-        """Return the number of real target tokens in a step, those of other processes too."""
-        return sum(len(self.prepared.train.tgt[i]) for batch in group for i in batch)
+    def backward(self, group: Sequence[np.ndarray]) -> tuple[float, int]:
+        """Add up the gradient of a step's mean loss per token; return that loss and the tokens.
 
-    def backward(self, group: Sequence[np.ndarray], step: int) -> Tensor:
-        """Add up the gradient of the mean loss per token over a step; return that loss.
-
-        The sum is weighted by tokens, not by batches: dividing each batch's summed loss by the
-        tokens of the whole step makes one process with two batches equal two with one each.
+        Each batch's summed loss is divided by the tokens of the whole step, so that one process
+        with two batches computes the same as two with one each.
         """
-        seed = np.random.SeedSequence((self.config.seed, step, self.place.rank))
+        seed = np.random.SeedSequence((self.config.seed, self.step, self.place.rank))
         torch.manual_seed(int(seed.generate_state(1)[0]))  # decides the dropout of this step
         self.model.train()
         self.optimizer.zero_grad(set_to_none=False)
-        tokens, mean = self.tokens(group), torch.zeros((), device=self.place.device)
+        tokens = sum(len(self.prepared.train[1][i]) for batch in group for i in batch)
+        mean = torch.zeros((), device=self.place.device)
         for batch in group[self.place.rank :: self.place.world]:
             src, tgt = make_batch(self.prepared.train, batch, self.place.device)
             with autocast(self.precision, self.place.device):
                 loss = batch_loss(self.model, src, tgt, self.config.label_smoothing) / tokens
             self.scaler.scale(loss).backward()
             mean += loss.detach()
-        if self.place.world > 1:
+        if self.place.world > 1:  # one message: loss, wish to stop, gradients; all of them summed
+            wish = torch.tensor(float(self.wish_to_stop), device=self.place.device)
             gradients = [parameter.grad for parameter in self.model.parameters()]
-            flat = torch.cat([mean.view(1), *(g.flatten() for g in gradients)])
-            dist.all_reduce(flat)  # one message: the loss and every gradient
-            mean, *summed = flat.split([1, *(g.numel() for g in gradients)])
+            message = torch.cat([part.flatten() for part in (mean, wish, *gradients)])
+            dist.all_reduce(message)
+            mean, wish, *summed = message.split([1, 1, *(g.numel() for g in gradients)])
             for gradient, part in zip(gradients, summed, strict=True):
                 gradient.copy_(part.view_as(gradient))
-        return mean
+            self.wish_to_stop = bool(wish.item())
+        return float(mean), tokens
 
-    def update(self) -> float:
-        """Do one step of training; return its loss per token."""
+    def update(self) -> tuple[float, int]:
+        """Do one step of training; return its loss per target token and its target tokens."""
         epoch, index = divmod(self.step, self.steps_per_epoch)
-        loss = float(self.backward(self.groups(epoch)[index], self.step))
+        loss, tokens = self.backward(self.groups(epoch)[index])
         self.scaler.unscale_(self.optimizer)
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
         if not math.isfinite(loss if self.scaler.is_enabled() else loss + norm):
             raise UserError(
-                f"Loss {loss} and gradient norm {norm} at step {self.step + 1} (epoch {epoch + 1}, "
-                f"step {index + 1} there): not finite. The checkpoints are from before; start "
+                f"Loss {loss} and gradient norm {norm} in step {self.step + 1} (epoch {epoch + 1}, "
+                f"batch {index + 1}): training diverged. The checkpoints are from before; start "
                 "again with a lower --lr, a longer --warmup or --precision fp32."
             )
         self.step += 1
         rate = learning_rate(self.step, self.total, self.config.lr, self.config.warmup)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        self.optimizer.param_groups[0]["lr"] = rate
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return loss
+        return loss, tokens
 
     @torch.no_grad()
-    def validate(self) -> float:
+    def dev_loss(self) -> float:
         """Return the cross-entropy per token on the dev set, without smoothing and dropout."""
         self.model.eval()
-        dev, device = self.prepared.dev, self.place.device
         total = 0.0
-        for batch in plan_batches(dev.src, dev.tgt, self.config.batch_tokens, 0):
-            with autocast(self.precision, device):
-                total += float(batch_loss(self.model, *make_batch(dev, batch, device), 0.0))
-        return total / sum(map(len, dev.tgt))
+        for batch in plan_batches(*self.prepared.dev, self.config.batch_tokens, 0):
+            src, tgt = make_batch(self.prepared.dev, batch, self.place.device)
+            with autocast(self.precision, self.place.device):
+                total += float(batch_loss(self.model, src, tgt, 0.0))
+        return total / sum(map(len, self.prepared.dev[1]))
 
     def plan_steps(self) -> float:
-        """Fix the number of steps; return the expected seconds of training.
+        """Fix the number of steps for this run; return the seconds they will take.
 
-        Times the gradient of 20 real batches, spread over all lengths, and one validation.
+        Measured on 20 real batches of all lengths and one validation; nothing is updated.
         """
-        groups = self.groups(0)
-        sample = groups[:: max(1, len(groups) // 20)][:20]
-        self.backward(sample[0], 0)  # the first one also pays for setting up
+        sample = self.groups(0)[:: max(1, self.steps_per_epoch // 20)][:20]
+        self.backward(sample[0])  # the first also pays for setting up
         start = time.perf_counter()
         for group in sample:
-            self.backward(group, 0)
-        per_step = (time.perf_counter() - start) / len(sample)
-        start = time.perf_counter()
-        self.validate()
-        validations = 1 / min(self.steps_per_epoch, self.config.validate_every)
-        measured = torch.tensor(
-            [per_step + (time.perf_counter() - start) * validations], device=self.place.device
-        )
+            self.backward(group)
+        middle = time.perf_counter()
+        self.dev_loss()
+        validations = 1 / min(self.steps_per_epoch, self.config.validate_every)  # a step's share
+        per_step = (middle - start) / len(sample) + (time.perf_counter() - middle) * validations
         if self.place.world > 1:
-            dist.all_reduce(measured, dist.ReduceOp.MAX)
-        seconds = float(measured)
+            slowest = torch.tensor(per_step, device=self.place.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            per_step = float(slowest)
         self.total = self.config.epochs * self.steps_per_epoch
         if self.config.minutes:
-            self.total = max(1, round(self.config.minutes * 60 / seconds))
-        return self.total * seconds
+            self.total = max(1, round(self.config.minutes * 60 / per_step))
+        return self.total * per_step
 
-    def state(self, seconds: float) -> dict[str, Any]:
-        """Return all that an exact resume needs."""
-        return {
+    def validate(self, loss: float, speed: float, seconds: float) -> None:
+        """Measure the dev loss, keep the weights if they are the best; print it and two samples."""
+        dev_loss, epoch = self.dev_loss(), self.step / self.steps_per_epoch
+        row = {"step": self.step, "epoch": epoch, "loss": loss, "dev_loss": dev_loss}
+        self.metrics.append({**row, "tokens_per_second": speed, "seconds": seconds})
+        tqdm.write(
+            f"epoch {epoch:.2f}, step {self.step:,}: loss {loss:.3f}, dev loss {dev_loss:.3f}, "
+            f"perplexity {math.exp(min(dev_loss, 99)):.1f}{' (best)' * (dev_loss < self.best)}"
+        )
+        if dev_loss < self.best:
+            self.best = dev_loss
+            checkpoint = {
+                "format": FORMAT,
+                "config": asdict(self.config),
+                "vocab_sizes": self.vocab_sizes,
+                "tokenizers": [text_hash(t.to_str()) for t in self.prepared.tokenizers],
+                "weights": self.model.state_dict(),
+                "step": self.step,
+                "dev_loss": dev_loss,
+            }
+            write_file(self.run / BEST, lambda file: torch.save(checkpoint, file))
+        size = len(self.prepared.dev[0])
+        samples = [self.prepared.dev[0][i] for i in (size // 3, 2 * size // 3)]
+        for source, output in zip(samples, translate_ids(self.model, samples, beam=1), strict=True):
+            texts = map(ids_to_text, self.prepared.tokenizers, (source, output))
+            tqdm.write("    " + "\n     -> ".join(texts))
+
+    def save(self, seconds: float) -> None:
+        """Write what an exact resume needs."""
+        state = {
             "config": asdict(self.config),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "progress": [self.step, self.total, self.best, self.seconds + seconds],
+            "progress": [self.step, self.total, self.best, seconds],
         }
+        write_file(self.run / STATE, lambda file: torch.save(state, file))
+        lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
+        write_file(self.run / METRICS, lines.encode("utf-8"))
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go back to where `state` was taken."""
+        """Go back to where `save` wrote this state."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
         self.step, self.total, self.best, self.seconds = state["progress"]
+        with contextlib.suppress(FileNotFoundError):
+            text = (self.run / METRICS).read_text(encoding="utf-8")
+            rows = [json.loads(line) for line in text.splitlines()]
+            self.metrics = [row for row in rows if row["step"] <= self.step]
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Return what translating needs: weights, architecture, and which tokenizers belong."""
-        tokenizers = (self.prepared.src_tokenizer, self.prepared.tgt_tokenizer)
-        return {
-            "format": "iwslt-transformer-1",
-            "config": asdict(self.config),
-            "vocab_sizes": [t.get_vocab_size() for t in tokenizers],
-            "tokenizers": [text_hash(t.to_str()) for t in tokenizers],
-            "weights": self.model.state_dict(),
-            "step": self.step,
-            "dev_loss": self.best,
-        }
+    def run_to_end(self) -> int:
+        """Train, saving as it goes; return 0, or 128 + the number of the signal that stopped it."""
+        chief = self.place.rank == 0
+        started = saved = counted = time.monotonic()
+        loss, tokens = 0.0, 0  # smoothed loss; target tokens since `counted`
+        bar = tqdm(
+            total=self.total, initial=self.step, unit="step", disable=None if chief else True
+        )
+        with stop_on_signal() as caught, bar:
+            while self.step < self.total:
+                self.wish_to_stop = bool(caught)
+                newest, new_tokens = self.update()
+                loss, tokens = 0.95 * loss + 0.05 * newest if loss else newest, tokens + new_tokens
+                now = time.monotonic()
+                speed, seconds = tokens / (now - counted), self.seconds + now - started
+                rate = self.optimizer.param_groups[0]["lr"]
+                text = f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} target tokens/s"
+                bar.set_postfix_str(text, refresh=False)
+                bar.update()
+                stop = self.wish_to_stop
+                ended = self.step % self.steps_per_epoch == 0 or self.step == self.total
+                if chief and (ended or self.step % self.config.validate_every == 0):
+                    self.validate(loss, speed, seconds)
+                    self.save(seconds)
+                    saved = counted = time.monotonic()
+                    tokens = 0
+                elif chief and (stop or now - saved > 300):
+                    self.save(seconds)
+                    saved = now
+                elif chief and self.step % 50 == 0:
+                    self.metrics.append({"step": self.step, "loss": loss, "rate": rate})
+                if stop and self.step < self.total:
+                    tqdm.write(f"Stopped after step {self.step:,}; --resume goes on from there.")
+                    return 128 + (caught[0] if caught else signal.SIGTERM)
+        return 0
 
-
-def text_hash(text: str) -> str:
-    """Return the SHA-256 of a text, in hexadecimal."""
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+    def draw_curve(self) -> str:
+        """Draw the losses into curve.png; return a sentence about it."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return "No curve.png: matplotlib is not installed."
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        for key, style, label in (
+            ("loss", "0.6", "training, smoothed"),
+            ("dev_loss", "ko-", "dev"),
+        ):
+            points = [(row["step"], row[key]) for row in self.metrics if key in row]
+            how = {"color": style} if key == "loss" else {"ms": 4}
+            axes.plot(
+                *zip(*points, strict=True), *([style] if key != "loss" else []), label=label, **how
+            )
+        axes.set(xlabel="step", ylabel="cross-entropy per target token (nats)", title=self.run.name)
+        axes.legend(frameon=False)
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=150)
+        write_file(self.run / "curve.png", image.getvalue())
+        return f"The curve is in {self.run / 'curve.png'}."
 
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM instead of dying, so that training can save first."""
+    """Collect Ctrl-C and SIGTERM in a list, so that training can end its step and save."""
     caught: list[int] = []
 
     def note(number: int, frame: object) -> None:
-        if caught:  # asked twice: no more waiting
-            raise KeyboardInterrupt
+        if caught:
+            raise KeyboardInterrupt  # asked twice: at once
         caught.append(number)
 
-    previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield caught
     finally:
-        for number, handler in previous.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def train(trainer: Trainer, run: Path, say: Callable[[str], None]) -> int:
-    """Train to the end, saving as it goes; return 0, or 128 + the signal that ended it early."""
-    config, chief = trainer.config, trainer.place.rank == 0
-    metrics = [row for row in read_metrics(run) if row["step"] <= trainer.step]
-    started = saved = time.monotonic()
-    running = tokens = 0.0  # loss and target tokens since the last line of metrics
-    counted = started
-    bar = tqdm(
-        total=trainer.total, initial=trainer.step, unit="step", disable=None if chief else True
-    )
-
-    def save() -> None:
-        nonlocal saved
-        if chief:
-            saved = time.monotonic()
-            write_file(run / STATE, lambda f: torch.save(trainer.state(saved - started), f))
-            lines = "".join(json.dumps(row) + "\n" for row in metrics)
-            write_file(run / "metrics.jsonl", lines.encode("utf-8"))
-
-    with stop_on_signal() as caught, bar:
-        while trainer.step < trainer.total:
-            epoch, index = divmod(trainer.step, trainer.steps_per_epoch)
-            tokens += trainer.tokens(trainer.groups(epoch)[index])
-            loss = trainer.update()
-            running = loss if not running else 0.95 * running + 0.05 * loss
-            rate = trainer.optimizer.param_groups[0]["lr"]
-            now = time.monotonic()
-            bar.set_postfix_str(
-                f"loss {running:.3f}, rate {rate:.1e}, {tokens / (now - counted):,.0f} tokens/s",
-                refresh=False,
-            )
-            bar.update()
-            ended = index + 1 == trainer.steps_per_epoch or trainer.step == trainer.total
-            if chief and (ended or trainer.step % config.validate_every == 0):
-                metrics.append(validation(trainer, run, running, tokens / (now - counted)))
-                metrics[-1]["seconds"] = round(trainer.seconds + time.monotonic() - started, 1)
-                say("\n".join(describe(trainer, metrics[-1])))
-                tokens, counted = 0.0, time.monotonic()
-                save()
-            elif chief and trainer.step % 50 == 0:
-                metrics.append({"step": trainer.step, "loss": round(running, 4), "rate": rate})
-            stop = anyone(bool(caught), trainer.place)
-            if stop or now - saved > 300:
-                save()
-            if stop:
-                number = caught[0] if caught else signal.SIGTERM
-                say(f"Stopped after step {trainer.step:,}; --resume goes on from there.")
-                return 128 + number
-    return 0
-
-
-def anyone(wish: bool, place: Place) -> bool:
-    """Return whether any process wishes to stop, so that all of them stop after the same step."""
-    if place.world == 1:
-        return wish
-    wishes = torch.tensor([float(wish)], device=place.device)
-    dist.all_reduce(wishes)
-    return bool(wishes.item())
-
-
-def validation(trainer: Trainer, run: Path, loss: float, speed: float) -> dict[str, Any]:
-    """Measure the dev loss, keep the weights if they are the best so far; return a metrics row."""
-    dev_loss = trainer.validate()
-    better = dev_loss < trainer.best
-    if better:
-        trainer.best = dev_loss
-        write_file(run / BEST, lambda file: torch.save(trainer.checkpoint(), file))
-    return {
-        "step": trainer.step,
-        "epoch": round(trainer.step / trainer.steps_per_epoch, 3),
-        "loss": round(loss, 4),
-        "dev_loss": round(dev_loss, 4),
-        "best": better,
-        "tokens_per_second": round(speed),
-    }
-
-
-def describe(trainer: Trainer, row: dict[str, Any]) -> list[str]:
-    """Return a validation as lines to read: the figures, then two dev sentences translated."""
-    lines = [
-        f"epoch {row['epoch']:.2f}, step {row['step']:,}/{trainer.total:,}: "
-        f"loss {row['loss']:.3f}, dev loss {row['dev_loss']:.3f} "
-        f"(perplexity {math.exp(min(row['dev_loss'], 50)):.1f})"
-        + (", best so far" if row["best"] else "")
-    ]
-    prepared = trainer.prepared
-    samples = [len(prepared.dev) // 3, 2 * len(prepared.dev) // 3]
-    outputs = translate_ids(trainer.model, [prepared.dev.src[i] for i in samples], beam=1)
-    for i, output in zip(samples, outputs, strict=True):
-        lines.append(f"    {decode(prepared.src_tokenizer, prepared.dev.src[i])}")
-        lines.append(f"     -> {decode(prepared.tgt_tokenizer, output)}")
-    return lines
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl, none where there is no such file."""
-    try:
-        text = (run / "metrics.jsonl").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def draw_curve(run: Path) -> str:
-    """Draw training and dev loss into curve.png; return what was done, in a sentence."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "No curve.png: it needs matplotlib."
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = read_metrics(run)
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], color="0.6", label="training")
-    dev = [r for r in rows if "dev_loss" in r]
-    axes.plot([r["step"] for r in dev], [r["dev_loss"] for r in dev], "ko-", ms=4, label="dev")
-    axes.set(xlabel="step", ylabel="cross-entropy per target token (nats)")
-    axes.set_title(f"{run.name}: training loss with label smoothing, dev loss without", fontsize=10)
-    axes.legend(frameon=False)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=150)
-    pyplot.close(figure)
-    write_file(run / "curve.png", image.getvalue())
-    return f"Learning curve: {run / 'curve.png'}"
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1404,9 +1326,9 @@ def lock_folder(run: Path) -> BinaryIO:
     """Keep other processes from writing this folder until this one ends, however it ends."""
     try:
         run.mkdir(parents=True, exist_ok=True)
-        file = open(run / "lock", "a+b")  # noqa: SIM115 (held open on purpose: closing unlocks)
+        file = open(run / "lock", "a+b")  # noqa: SIM115 (open until the caller closes it)
     except OSError as error:
-        raise UserError(f"{run} cannot be used as the folder of a run ({error}).") from error
+        raise UserError(f"{run} cannot be the folder of a run ({error}).") from error
     try:
         if os.name == "nt":
             import msvcrt
@@ -1418,58 +1340,54 @@ def lock_folder(run: Path) -> BinaryIO:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         raise UserError(
-            f"Another process is training in {run}; wait for it, or choose another folder (--run)."
+            f"Another process is training in {run}: wait, or take another --run."
         ) from error
     return file
 
 
-def load_file(path: Path, device: torch.device) -> dict[str, Any]:
-    """Return what torch.save wrote, tensors and plain values only: no code in it is ever run."""
+def load_file(path: Path) -> dict[str, Any]:
+    """Return what torch.save wrote: tensors and plain values; code in a file is never run."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    except Exception as error:  # torch raises many kinds, depending on what is wrong with the file
-        raise UserError(
-            f"{path} is damaged or not a checkpoint of this program ({type(error).__name__}); "
-            "take another --run, or train again with --restart."
-        ) from error
+    except Exception as error:  # what torch raises depends on how the file is broken
+        raise UserError(f"{path} is damaged or no checkpoint ({type(error).__name__}).") from error
 
 
 def open_run(
     run: Path, given: dict[str, Any], resume: bool, restart: bool
 ) -> tuple[Config, dict[str, Any] | None]:
-    """Decide between a fresh start and going on; return the configuration and the stored state.
+    """Return the configuration of a run and its stored state, or None for a fresh start.
 
     `given` holds the settings named on the command line. A demo is replaced without asking, since
     it costs a minute; a full run only with --restart.
     """
-    files = [run / name for name in (BEST, STATE, "metrics.jsonl")]
-    state = load_file(run / STATE, torch.device("cpu")) if (run / STATE).exists() else None
-    preset = PRESETS[given.get("preset", "laptop")]
+    files = [run / name for name in (BEST, STATE, METRICS)]
+    wanted = {**PRESETS[given.get("preset", "laptop")], **given}
+    state = None if restart or not files[1].exists() else load_file(files[1])
+    if state and resume:
+        config = Config(**state["config"])
+        checked = wanted if "preset" in given else given
+        differing = [name for name, value in checked.items() if getattr(config, name) != value]
+        if differing:
+            before = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in differing)
+            raise UserError(
+                f"{run} was started with {before}: resume with that, or begin anew with --restart."
+            )
+        return config, state
+    config = Config(**wanted)
     if resume and not restart:
-        if state is None:
-            print(f"Nothing to resume in {run}: starting afresh.")
-        else:
-            config = Config(**state["config"])
-            wanted = {**(preset if "preset" in given else {}), **given}
-            changed = [n for n, value in wanted.items() if getattr(config, n) != value]
-            if changed:
-                before = ", ".join(f"{flag(n)} {getattr(config, n)}" for n in changed)
-                raise UserError(
-                    f"{run} was started with {before}. Resume with the same settings, or begin "
-                    "anew with --restart."
-                )
-            return config, state
-    is_demo = given["demo"] and (state is None or state["config"]["demo"])
-    if any(file.exists() for file in files) and not restart and not is_demo:
+        print(f"Nothing to resume in {run}: starting afresh.")
+    held_by_demo = state is not None and state["config"]["demo"]
+    if any(file.exists() for file in files) and not restart and not (config.demo and held_by_demo):
         raise UserError(
-            f"{run} holds a trained model. Go on with --resume, replace it with --restart, or "
-            "choose another folder with --run."
+            f"{run} already holds a run: --resume goes on with it, --restart replaces it, --run "
+            "takes another folder."
         )
     for file in files:
         file.unlink(missing_ok=True)
-    return Config(**{**preset, **given}), None
+    return config, None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1478,7 +1396,7 @@ def open_run(
 
 
 def length_penalty(length: Tensor | float, alpha: float) -> Tensor | float:
-    """((5 + length) / 6)^alpha (Wu et al., 2016): a hypothesis scores log P / penalty.
+    """((5 + length) / 6)^alpha (Wu et al., 2016); a hypothesis scores log P / penalty.
 
     >>> length_penalty(1, 0.6), round(length_penalty(7, 0.6), 4)
     (1.0, 1.5157)
@@ -1492,43 +1410,40 @@ def beam_search(
 ) -> list[list[int]]:
     """Translate source ids (B, S) into B lists of target ids, without bos and eos.
 
-    At each step the `width` best continuations of a sentence are kept; one that ends with eos
-    leaves the beam, and the width shrinks by one. A sentence is finished when its beam is empty, or
-    when no hypothesis in it can still beat the best finished one, even if all further tokens were
-    certain. Beam 1 is greedy decoding. Nothing depends on the other sentences of the batch.
+    Each step keeps the `width` best continuations of a sentence; one that ends with eos leaves the
+    beam and the width shrinks by one. A sentence is done when its beam is empty, or when no
+    hypothesis in it could still win even if all its further tokens were certain. Beam 1 is greedy.
     """
     model.eval()
     device, n = src.device, src.size(0)
-    limit = (src != PAD).sum(1) + EXTRA_OUTPUT  # (B,)
-    caches = model.new_caches(model.encode(src))
-    rows = torch.arange(n, device=device).repeat_interleave(beam)  # each sentence `beam` times
-    for cache in caches:
-        cache.memory = tuple(x[rows] for x in cache.memory)
-    sentence = torch.arange(n, device=device)  # which sentences are still open
-    src = src[rows]
-    history = torch.full((n * beam, 1), BOS, device=device)
-    scores = torch.full((n, beam), -math.inf, device=device)
-    scores[:, 0] = 0.0  # at first all hypotheses of a sentence are alike: one of them counts
-    width = torch.full((n,), beam, device=device)
+    limit = (src != PAD).sum(1) + EXTRA_OUTPUT  # (open sentences), like all that follows
+    open_now, width = torch.arange(n, device=device), torch.full((n,), beam, device=device)
     best_score = torch.full((n,), -math.inf, device=device)
     best: list[list[int]] = [[] for _ in range(n)]
+    scores = torch.full((n, beam), -math.inf, device=device)  # summed log-probabilities
+    scores[:, 0] = 0.0  # at first the hypotheses of a sentence are all alike: one of them counts
+    history = torch.full((n * beam, 1), BOS, device=device)
+    caches, rows = model.new_caches(model.encode(src)), open_now.repeat_interleave(beam)
+    for cache in caches:
+        cache.memory = tuple(part[rows] for part in cache.memory)
+    src = src[rows]
 
     for length in itertools.count(1):
         states = model.decode(history[:, -1:], None, src, caches)
         log_p = model.output(states[:, -1]).float().log_softmax(-1)
-        log_p[:, [PAD, BOS]] = -math.inf  # never part of a translation
+        log_p[:, [PAD, BOS]] = -math.inf  # learned from nothing, so never an answer
         total = (scores.view(-1, 1) + log_p).view(len(scores), -1)  # (open, beam * vocabulary)
         top, index = total.topk(beam)
         parent, token = index // log_p.size(-1), index % log_p.size(-1)
+        origin = torch.arange(len(scores), device=device)[:, None] * beam + parent  # row in history
         inside = (torch.arange(beam, device=device) < width[:, None]) & top.isfinite()
         ended = inside & ((token == EOS) | (length >= limit)[:, None])
 
-        origin = torch.arange(len(scores), device=device)[:, None] * beam + parent
         final = (top / length_penalty(length, alpha)).masked_fill(~ended, -math.inf)
         leading, which = final.max(1)
         for i in (leading > best_score).nonzero().flatten().tolist():
             row = [*history[origin[i, which[i]], 1:].tolist(), int(token[i, which[i]])]
-            best[int(sentence[i])] = row[:-1] if row[-1] == EOS else row
+            best[int(open_now[i])] = row[:-1] if row[-1] == EOS else row
         best_score = torch.maximum(best_score, leading)
 
         width = width - ended.sum(1)
@@ -1539,31 +1454,24 @@ def beam_search(
             return best
         rows = origin[kept].flatten()
         history = torch.cat([history[rows], token[kept].view(-1, 1)], dim=1)
-        closed = len(kept) < len(scores)
         for cache in caches:
-            cache.target = tuple(x[rows] for x in cache.target)
-            if closed:  # within a sentence all hypotheses share the memory
-                cache.memory = tuple(x[rows] for x in cache.memory)
-        if closed:
-            src, sentence, limit = src[rows], sentence[kept], limit[kept]
-            width, best_score = width[kept], best_score[kept]
-        scores = scores[kept]
-    raise AssertionError("unreachable: every sentence has a limit")
+            cache.target = tuple(part[rows] for part in cache.target)
+        if len(kept) < len(scores):  # else every hypothesis still reads the same memory
+            for cache in caches:
+                cache.memory = tuple(part[rows] for part in cache.memory)
+            src, open_now, limit = src[rows], open_now[kept], limit[kept]
+            width, best_score, scores = width[kept], best_score[kept], scores[kept]
+    raise AssertionError("not reached: every sentence has its limit")
 
 
 def translate_ids(
-    model: Transformer,
-    sources: Sequence[Sequence[int]],
-    beam: int,
-    alpha: float = 0.6,
-    progress: bool = False,
+    model: Transformer, sources: Rows, beam: int, alpha: float = 0.6, progress: bool = False
 ) -> list[list[int]]:
-    """Translate any number of encoded sentences, many at once, and return them in their order."""
+    """Translate any number of encoded sentences, many at once; return them in their order."""
     device = next(model.parameters()).device
-    order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))  # alike lengths together
+    order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))  # like lengths together
     results: list[list[int]] = [[] for _ in sources]
-    bar = tqdm(total=len(order), unit="sentence", disable=None if progress else True)
-    with bar:
+    with tqdm(total=len(order), unit="sentence", disable=None if progress else True) as bar:
         while order:
             size = max(1, 4096 // (beam * len(sources[order[0]])))
             chosen, order = order[:size], order[size:]
@@ -1575,7 +1483,7 @@ def translate_ids(
 
 
 # ------------------------------------------------------------------------------------------------
-# A trained run, in use
+# Using a trained run: translate, evaluate, prompt
 # ------------------------------------------------------------------------------------------------
 
 
@@ -1584,303 +1492,272 @@ class Translator:
 
     def __init__(self, run: Path, device: torch.device, beam: int = 4) -> None:
         try:
-            checkpoint = load_file(run / BEST, device)
+            checkpoint = load_file(run / BEST)
         except FileNotFoundError as error:
-            raise UserError(
-                f"No trained model in {run}. Train one first: python 08_iwslt_vi_en.py --demo "
-                "(a minute) or --full (hours)."
-            ) from error
-        if checkpoint.get("format") != "iwslt-transformer-1":
+            raise UserError(f"No trained model in {run}: --demo or --full trains one.") from error
+        if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
             raise UserError(f"{run / BEST} is not a checkpoint of this program.")
-        self.run, self.beam = run, beam
-        self.config = Config(**checkpoint["config"])
-        self.step, self.dev_loss = checkpoint["step"], checkpoint["dev_loss"]
-        languages = (self.config.src, self.config.tgt)
+        self.run, self.beam, self.config = run, beam, Config(**checkpoint["config"])
         self.tokenizers = []
-        for language, wanted in zip(languages, checkpoint["tokenizers"], strict=True):
+        for language, wanted in zip(self.config.languages, checkpoint["tokenizers"], strict=True):
             path = run / f"{language}_tokenizer.json"
             try:
                 tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-            except Exception as error:  # tokenizers raises a plain Exception for a broken file
+            except Exception as error:  # tokenizers raises a bare Exception for a broken file
                 raise UserError(f"{path} is missing or damaged ({error}).") from error
             if text_hash(tokenizer.to_str()) != wanted:
-                raise UserError(f"{path} is not the tokenizer that {run / BEST} was trained with.")
+                raise UserError(f"{path} is not the tokenizer that {BEST} was trained with.")
             self.tokenizers.append(tokenizer)
-        self.model = build_model(self.config, *checkpoint["vocab_sizes"]).to(device).eval()
+        self.model = build_model(self.config, checkpoint["vocab_sizes"])
         self.model.load_state_dict(checkpoint["weights"])
-        self.borders = [Moses(language) for language in languages]
-        self.known = set()  # the demo's words; a full model has seen too many to list
-        if self.config.demo:
-            side = (self.config.src, self.config.tgt).index("en") and 1
-            self.known = {word for pair in demo_pairs()[0] for word in pair[side].split()}
+        self.model.to(device).eval()
+        self.src_border, self.tgt_border = map(Moses, self.config.languages)
 
     def to_corpus(self, lines: Sequence[str], progress: bool = False) -> list[str]:
-        """Translate lines of ordinary text, sentence by sentence; return lines in corpus form."""
-        pieces: list[np.ndarray] = []
-        owners: list[int] = []  # the line each piece belongs to
+        """Translate lines of ordinary text, sentence by sentence, into lines of corpus text."""
+        pieces: Rows = []
+        owners: list[int] = []  # the line that each piece belongs to
+        longest = MAX_POSITIONS - EXTRA_OUTPUT - 1
         for number, line in enumerate(lines):
-            for sentence in self.borders[0].sentences(clean(line)):
-                ids = encode(self.tokenizers[0], [self.borders[0].to_corpus(sentence)])[0][:-1]
-                longest = MAX_POSITIONS - EXTRA_OUTPUT - 1
-                for start in range(0, len(ids), longest):
-                    pieces.append(np.append(ids[start : start + longest], EOS))
+            for sentence in self.src_border.sentences(clean(line)):
+                (ids,) = text_to_ids(self.tokenizers[0], [self.src_border.to_corpus(sentence)])
+                for start in range(0, len(ids) - 1, longest):
+                    pieces.append(np.append(ids[:-1][start : start + longest], EOS))
                     owners.append(number)
-        outputs = translate_ids(self.model, pieces, self.beam, progress=progress)
         translated: list[list[str]] = [[] for _ in lines]
+        outputs = translate_ids(self.model, pieces, self.beam, progress=progress)
         for owner, output in zip(owners, outputs, strict=True):
-            translated[owner].append(decode(self.tokenizers[1], output))
+            translated[owner].append(ids_to_text(self.tokenizers[1], output))
         return [" ".join(parts) for parts in translated]
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """Translate lines of ordinary text; an empty line stays empty."""
-        return [self.borders[1].to_text(line) for line in self.to_corpus(lines)]
-
-    def unknown_words(self, line: str) -> list[str]:
-        """Return the words of a line that the demo was never shown; none for a full model."""
-        words = re.findall(r"[^\W_]+", clean(line).lower())
-        return [w for w in dict.fromkeys(words) if w not in self.known] if self.known else []
+        return [self.tgt_border.to_text(line) for line in self.to_corpus(lines)]
 
 
 def find_run(direction: str) -> Path:
-    """Return the newest full run of a direction, else its demo, among the folders in runs/."""
+    """Return the newest full run of a direction, else its newest demo, in the folder runs."""
     found = []
-    for checkpoint in (HERE / "runs").glob(f"*/{BEST}"):
+    for path in (HERE / "runs").glob(f"*/{BEST}"):
         with contextlib.suppress(UserError, KeyError, TypeError):
-            config = load_file(checkpoint, torch.device("cpu"))["config"]
+            config = load_file(path)["config"]
             if config["direction"] == direction:
-                found.append((not config["demo"], checkpoint.stat().st_mtime, checkpoint.parent))
+                found.append((not config["demo"], path.stat().st_mtime, path.parent))
     if not found:
         raise UserError(
-            f"Nothing trained for {direction} yet. Run: python 08_iwslt_vi_en.py --demo --direction "
-            f"{direction} (a minute), or --full instead of --demo (hours)."
+            f"Nothing is trained for {direction} yet: train with --demo --direction {direction} "
+            f"(a minute) or --full --direction {direction} (hours)."
         )
     return max(found)[-1]
 
 
-def evaluate(translator: Translator, data: Path, progress: bool = True) -> None:
-    """Print BLEU and chrF on the test set, with signatures; write the hypotheses to a file.
+def evaluate(translator: Translator, data: Path) -> None:
+    """Print BLEU and chrF on the test set with signatures; write the hypotheses to a file.
 
-    The source goes through the same path as a person's text, so what is scored is what people get.
+    The source passes the same way as a person's text, so what is scored is what people get.
     """
     from sacrebleu.metrics import BLEU, CHRF
 
-    config, border = translator.config, translator.borders
+    config = translator.config
     if config.demo:
-        raise UserError("The demo has no test set; it reports its held-out pairs when it trains.")
-    pairs = load_pairs(data, "test", (config.src, config.tgt))
-    if pairs is None:
-        raise missing_files(data, "test", (config.src, config.tgt))
-    start = time.perf_counter()
-    sources = [border[0].to_text(src) for src, _ in pairs]
-    hypotheses = translator.to_corpus(sources, progress)
-    seconds = time.perf_counter() - start
-    references = [tgt for _, tgt in pairs]
-    texts = [[border[1].to_text(line) for line in lines] for lines in (hypotheses, references)]
-    path = translator.run / f"test-{config.direction}-beam{translator.beam}.txt"
+        raise UserError("The demo has no test set: --demo itself reports its held-out pairs.")
+    pairs = load_pairs(data, "test", config.languages)
+    sources = [translator.src_border.to_text(source) for source, _ in pairs]
+    references = [reference for _, reference in pairs]
+    hypotheses = translator.to_corpus(sources, progress=True)
+    outputs, targets = (
+        [translator.tgt_border.to_text(line) for line in lines]
+        for lines in (hypotheses, references)
+    )
+    path = translator.run / f"test.beam{translator.beam}.{config.languages[1]}"
     write_file(path, "".join(line + "\n" for line in hypotheses).encode("utf-8"))
-
-    print(f"{len(pairs):,} test sentences, beam {translator.beam}, {seconds:.0f} s; {path}")
-    for name, metric, (hypothesis, reference) in (
-        ("BLEU, corpus form", BLEU(tokenize="none", force=True), (hypotheses, references)),
-        ("BLEU, ordinary text", BLEU(), texts),
-        ("chrF, ordinary text", CHRF(), texts),
+    print(f"{len(pairs):,} test pairs, beam {translator.beam}; hypotheses: {path}")
+    for i in range(0, len(pairs), max(1, len(pairs) // 10))[:10]:
+        print(f"\n{sources[i]}\n -> {outputs[i]}\n  = {targets[i]}")
+    print()
+    for name, metric, hypothesis, reference in (
+        ("BLEU, corpus text", BLEU(tokenize="none", force=True), hypotheses, references),
+        ("BLEU, ordinary text", BLEU(), outputs, targets),
+        ("chrF, ordinary text", CHRF(), outputs, targets),
     ):
         score = metric.corpus_score(hypothesis, [reference], n_bootstrap=1000)
-        print(f"{name}: {score.score:.2f} (95% confidence {score._mean:.2f} ± {score._ci:.2f})")
-        print(f"    {metric.get_signature()}")
-    for i in range(0, len(pairs), max(1, len(pairs) // 10))[:10]:
-        print(f"\n{config.src}   {sources[i]}\n{config.tgt}   {texts[1][i]}\n ->  {texts[0][i]}")
+        print(f"{name}: {score.format(width=2)}\n    {metric.get_signature()}")
 
 
 def infer(translator: Translator) -> None:
-    """Translate what is typed, or, where stdin is no terminal, each line of it."""
+    """Translate what is typed; where stdin is not a terminal, translate it line by line."""
     config = translator.config
+    known: set[str] = set()  # the demo's words; a full model can try any
+    if config.demo:
+        side = config.languages[0] == "vi"
+        known = {word for pair in demo_pairs()[0] for word in pair[side].split()}
 
-    def hint(line: str) -> None:
-        if unknown := translator.unknown_words(line):
-            print(f"(the demo never saw: {', '.join(unknown)})", file=sys.stderr)
+    def translate(lines: list[str]) -> list[str]:
+        for line in lines if known else ():
+            if new := set(re.findall(r"[^\W_]+", clean(line).lower())) - known:
+                print(f"(the demo never saw: {', '.join(sorted(new))})", file=sys.stderr)
+        return translator.translate(lines)
 
     if not sys.stdin.isatty():
         while lines := list(itertools.islice(sys.stdin, 64)):
-            for line, output in zip(lines, translator.translate(lines), strict=True):
-                hint(line)
-                print(output, flush=True)
+            print("\n".join(translate(lines)), flush=True)
         return
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (gives input() its history and editing keys)
-    print("Type a sentence; an empty line or Ctrl-D ends.", file=sys.stderr)
-    while line := clean(input(f"{config.src.upper()}> ")):
-        print(f"{config.tgt.upper()}> {translator.translate([line])[0]}")
-        hint(line)
+    with contextlib.suppress(ImportError):  # on Windows the terminal itself keeps the history
+        import readline  # noqa: F401 (importing it gives input() line editing and history)
+    print("Type a sentence. An empty line or Ctrl-D ends.", file=sys.stderr)
+    with contextlib.suppress(EOFError):
+        while line := clean(input(f"{config.languages[0].upper()}> ")):
+            print(f"{config.languages[1].upper()}> {translate([line])[0]}")
 
 
 # ------------------------------------------------------------------------------------------------
 # Command line
 # ------------------------------------------------------------------------------------------------
 
-
-def flag(name: str) -> str:
-    """Return a setting's flag: batch_tokens -> --batch-tokens."""
-    return "--" + name.replace("_", "-")
+MODES = {
+    "demo": "train on the built-in pairs, then show translations",
+    "full": "train on the corpus in --data",
+    "infer": "translate what you type, or standard input line by line",
+    "evaluate": "score the test set in --data",
+    "download": "fetch the IWSLT'15 archives into --data",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the command line's parser; a setting that is not given is absent from the result."""
+    """Return the parser; a setting that is not given is absent from what it returns."""
+    usage = __doc__[__doc__.index("    python") : __doc__.index("Read it")].rstrip()
     parser = argparse.ArgumentParser(
-        description="Train an English-Vietnamese Transformer, and translate with it.",
-        epilog=__doc__[__doc__.index("    python") : __doc__.index("The file reads")],
+        description="Train an English-Vietnamese Transformer and translate with it.",
+        epilog=usage,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     modes = parser.add_mutually_exclusive_group()
-    for mode, text in {
-        "demo": "train on the built-in pairs, then show translations",
-        "full": "train on the corpus in --data",
-        "infer": "translate what you type, or standard input line by line",
-        "evaluate": "score the test set",
-        "download": "fetch the IWSLT'15 archives into --data",
-    }.items():
+    for mode, text in MODES.items():
         modes.add_argument(flag(mode), dest="mode", action="store_const", const=mode, help=text)
-    parser.add_argument("--resume", action="store_true", help="go on where a training stopped")
-    parser.add_argument(
-        "--restart", action="store_true", help="replace what is in the run's folder"
-    )
+    parser.add_argument("--resume", action="store_true", help="go on where training stopped")
+    parser.add_argument("--restart", action="store_true", help="replace the run in the folder")
     parser.add_argument(
         "--run", type=Path, help="folder of the run (default: runs/full-en-vi, ...)"
     )
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of the corpus")
-    parser.add_argument("--beam", type=int, default=4, help="beam width; 1 is greedy (default: 4)")
+    parser.add_argument("--beam", type=int, default=4, help="beam width, 1 is greedy (default: 4)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto (default)")
-    settings = parser.add_argument_group("settings of a run (presets change some of the defaults)")
+    group = parser.add_argument_group("settings of a run (presets other than laptop change some)")
     for item in fields(Config):
         if "help" not in item.metadata:
             continue
-        kind: dict[str, Any] = {"type": type(item.default)}
+        how: dict[str, Any] = {"type": type(item.default), "choices": item.metadata["choices"]}
         if isinstance(item.default, bool):
-            kind = {"action": argparse.BooleanOptionalAction}
-        elif "choices" in item.metadata:
-            kind["choices"] = item.metadata["choices"]
-        settings.add_argument(
-            flag(item.name),
-            default=argparse.SUPPRESS,
-            help=f"{item.metadata['help']} (default: {item.default})",
-            **kind,
-        )
+            how = {"action": argparse.BooleanOptionalAction}
+        text = f"{item.metadata['help']} (default: {item.default})"
+        group.add_argument(flag(item.name), default=argparse.SUPPRESS, help=text, **how)
     return parser
 
 
-def train_command(args: argparse.Namespace, given: dict[str, Any]) -> int:
-    """Carry out --demo and --full."""
+def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
+    """Carry out --demo or --full; return the exit status."""
     demo = args.mode == "demo"
-    given = {**given, "demo": demo}
-    if demo:
-        given.setdefault("preset", "demo")
-    direction = given.get("direction", "en-vi")
-    run = args.run or HERE / "runs" / f"{args.mode}-{direction}"
+    given = {**({"preset": "demo"} if demo else {}), **given, "demo": demo}
+    run = args.run or HERE / "runs" / f"{args.mode}-{given.get('direction', 'en-vi')}"
+    keep_freed_memory()
     place = find_place(args.device)
     chief = place.rank == 0
-
-    def say(text: str) -> None:
-        if chief:
-            tqdm.write(text)
-
-    with contextlib.ExitStack() as stack:
-        if chief:
-            stack.enter_context(lock_folder(run))
-            config, state = open_run(run, given, args.resume, args.restart)
-            prepared = prepare(config, args.data, run)
-        if place.world > 1:
-            shared = [config, state] if chief else [None, None]
+    say = tqdm.write if chief else lambda text: None
+    with lock_folder(run) if chief else contextlib.nullcontext():
+        config, state = open_run(run, given, args.resume, args.restart) if chief else (None, None)
+        prepared = prepare(config, args.data, run) if chief else None
+        if place.world > 1:  # the others wait here until everything is prepared
+            shared = [config, state]
             dist.broadcast_object_list(shared)
             config, state = shared
-            if not chief:
-                prepared = prepare(config, args.data, run)
-        trainer = Trainer(config, prepared, place)
-        if state is not None:
+            prepared = prepared or prepare(config, args.data, run)
+        trainer = Trainer(config, prepared, place, run)
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        if state:
             trainer.load(state)
             if trainer.step >= trainer.total:
-                say(f"{run} is finished: {trainer.step:,} steps, dev loss {trainer.best:.3f}.")
+                say(f"{run} is finished: {trainer.step:,} steps, best dev loss {trainer.best:.3f}.")
                 return 0
-            say(f"Going on after step {trainer.step:,} of {trainer.total:,}.")
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        sizes = [t.get_vocab_size() for t in (prepared.src_tokenizer, prepared.tgt_tokenizer)]
-        for line in prepared.report:
-            say(line)
-        say(
-            f"{config.direction}: {config.n_layers}+{config.n_layers} layers, d_model "
-            f"{config.d_model}, {config.n_heads} heads, d_ff {config.d_ff}, vocabularies "
-            f"{sizes[0]:,} and {sizes[1]:,}: {parameters:,} parameters"
+            plan = f"going on after step {trainer.step:,} of {trainer.total:,}"
+        else:
+            minutes = trainer.plan_steps() / 60
+            plan = f"{trainer.total:,} steps, about {minutes:.1f} minutes"
+        bf16 = (
+            ""
+            if place.device.type != "cpu"
+            else f", bf16 units: {'yes' if cpu_has_bf16() else 'no'}"
         )
-        reason = "" if config.precision != "auto" else {
-            "fp32": " (no fast bf16 here)", "bf16": " (native here)", "fp16": " (no bf16 here)"
-        }[trainer.precision]  # fmt: skip
         say(
-            f"{place.world} process(es) on {place.device.type}, {torch.get_num_threads()} threads, "
-            f"{trainer.precision}{reason}"
+            "\n".join(prepared.report)
+            + f"\n{config.direction}: {config.n_layers}+{config.n_layers} "
+            f"layers, d_model {config.d_model}, {config.n_heads} heads, d_ff {config.d_ff}, "
+            f"vocabularies {trainer.vocab_sizes}: {parameters:,} parameters\n"
+            f"{place.world} process(es) on {place.device.type}, {torch.get_num_threads()} threads "
+            f"each, {trainer.precision}{bf16}\n"
+            f"{plan}, {trainer.total / trainer.steps_per_epoch:.2f} epochs; "
+            f"{16 * parameters / 1e6:,.0f} MB on disk, in {run}"
         )
-        seconds = trainer.plan_steps() if state is None else math.nan
-        say(
-            f"{trainer.total:,} steps, {trainer.total / trainer.steps_per_epoch:.1f} epochs of "
-            f"{trainer.steps_per_epoch:,}; about {seconds / 60:.1f} minutes and "
-            f"{parameters * 16 / 1e6:,.0f} MB on disk, in {run}"
-        )
-        status = train(trainer, run, say)
+        status = trainer.run_to_end()
         if status or not chief:
             return status
-        say(f"Done: best dev loss {trainer.best:.3f}. {draw_curve(run)}")
-        if not demo:
-            say(f"{TED_LICENCE}\nNext: python 08_iwslt_vi_en.py --evaluate, or --infer")
-            return 0
-    show_demo(Translator(run, place.device, args.beam), config)
+        say(f"Best dev loss {trainer.best:.3f}. {trainer.draw_curve()}")
+    if demo:
+        show_demo(Translator(run, place.device, args.beam))
+    else:
+        say(f"{TED_LICENCE}\nNext: --evaluate scores it, --infer translates.")
     return 0
 
 
-def show_demo(translator: Translator, config: Config) -> None:
+def show_demo(translator: Translator) -> None:
     """Translate the held-out pairs, count the exact ones, show some, say what to do next."""
-    pairs = [pair if config.src == "en" else pair[::-1] for pair in demo_pairs()[1]]
-    outputs = translator.translate([src for src, _ in pairs])
-    right = sum(output == tgt for output, (_, tgt) in zip(outputs, pairs, strict=True))
-    print(f"\nHeld out, never trained on: {right} of {len(pairs)} exactly right. Some of them:")
-    for (src, tgt), output in list(zip(pairs, outputs, strict=True))[:: len(pairs) // 10]:
-        print(f"  {src}  ->  {output}" + ("" if output == tgt else f"   (expected: {tgt})"))
-    print(f"\nNow try your own: python 08_iwslt_vi_en.py --infer --direction {config.direction}")
+    config = translator.config
+    pairs = [pair if config.languages[0] == "en" else pair[::-1] for pair in demo_pairs()[1]]
+    outputs = translator.translate([source for source, _ in pairs])
+    results = [(*pair, output) for pair, output in zip(pairs, outputs, strict=True)]
+    right = sum(target == output for _, target, output in results)
+    print(f"\nPairs never trained on: {right} of {len(pairs)} exactly right. Some of them:")
+    for source, target, output in results[:: len(results) // 10]:
+        print(f"  {source} -> {output}{'' if output == target else f' (expected: {target})'}")
+    print(f"\nYour turn: python 08_iwslt_vi_en.py --infer --direction {config.direction}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="replace")
+            stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")
     parser = build_parser()
     args = parser.parse_args(arguments)
     names = {item.name for item in fields(Config)}
     given = {name: value for name, value in vars(args).items() if name in names}
     try:
         if args.mode is None:
-            raise UserError("Say what to do, for instance:\n" + parser.epilog.rstrip())
+            raise UserError("say what to do, for instance\n" + parser.epilog)
         if args.beam < 1:
             raise UserError("--beam must be at least 1.")
         if args.mode in ("demo", "full"):
-            return train_command(args, given)
+            return train(args, given)
         if args.mode == "download":
             download(args.data)
             return 0
         run = args.run or find_run(given.get("direction", "en-vi"))
         translator = Translator(run, find_place(args.device).device, args.beam)
-        if given.get("direction", translator.config.direction) != translator.config.direction:
-            raise UserError(f"{run} translates {translator.config.direction}.")
-        print(f"Model: {run}, {translator.config.direction}", file=sys.stderr)
-        if args.mode == "evaluate":
-            evaluate(translator, args.data)
-        else:
-            infer(translator)
+        direction = translator.config.direction
+        if given.get("direction", direction) != direction:
+            raise UserError(f"{run} translates {direction}, not {given['direction']}.")
+        print(f"Model: {run} ({direction})", file=sys.stderr)
+        infer(translator) if args.mode == "infer" else evaluate(translator, args.data)
         return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, EOFError):
+    except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
