@@ -19,7 +19,7 @@ The lessons before this one build the Transformer of "Attention Is All You Need"
     python 08_iwslt_vi_en.py --infer < in.txt > out.txt   a filter: one line in, one line out
     torchrun --nproc-per-node=4 08_iwslt_vi_en.py --full  several GPUs or processes
 
-Read it from top to bottom: configuration, data, subwords, batches, the model from embeddings to
+It reads from top to bottom: configuration, data, subwords, batches, the model from embeddings to
 Transformer, loss and schedule, training, search, evaluation, prompt, command line.
 """
 
@@ -56,23 +56,29 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor, nn
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
 PAD, BOS, EOS = 0, 1, 2  # the same ids in every lesson
 MAX_POSITIONS = 1024  # rows of the position table: no longer text enters the model
-EXTRA_OUTPUT = 50  # a translation is at most this many subwords longer than its source
+MAX_LEN = 200  # training pairs with a longer side, in subwords, are left out
+EXTRA_OUTPUT = 50  # a translation is at most so many subwords longer than its source
+SMOOTHING = 0.1  # label smoothing: probability spread over the whole vocabulary
+CLIP = 1.0  # largest norm of the gradient
+VALIDATE_EVERY = 500  # steps between validations, besides the end of each epoch
+SAVE_EVERY = 300  # seconds between saves of what a resume needs
+HERE = Path(__file__).resolve().parent
 BEST, STATE, METRICS = "best_iwslt_transformer.pth", "resume_state.pth", "metrics.jsonl"
-FORMAT = "iwslt-transformer-1"  # marks our checkpoints
-Pair = tuple[str, str]
-Rows = list[np.ndarray]  # encoded sentences: one array of subword ids each
+FORMAT = "iwslt-transformer-1"  # marks a checkpoint as ours
+
+Pair = tuple[str, str]  # source and target sentence
+Rows = list[np.ndarray]  # encoded sentences: an array of subword ids each
+KeysValues = tuple[Tensor, Tensor]  # each (B, heads, S, d_k)
+Mask = Tensor | None  # boolean, True means "may attend"; broadcasts to (B, heads, query, key)
 
 
 class UserError(Exception):
-    """Something outside the program is wrong; `main` prints the sentence and exits with status 2."""
+    """Something outside the program is wrong; `main` prints the sentence, exit status 2."""
 
 
-# ------------------------------------------------------------------------------------------------
-# Configuration: what decides the result of a run. Each setting is a command-line flag.
-# ------------------------------------------------------------------------------------------------
+# ---- Configuration: what decides the result of a run. Each setting is a command-line flag. ----
 
 
 def setting(default: Any, help: str, *choices: str) -> Any:
@@ -92,7 +98,6 @@ class Config:
     direction: str = setting("en-vi", "source and target language, as in the files' names")
     preset: str = setting("laptop", "which set of defaults", "demo", "laptop", "gpu")
     vocab_size: int = setting(8000, "subwords per language")
-    max_len: int = setting(200, "leave out training pairs with a longer side, in subwords")
     d_model: int = setting(256, "width of the model")
     n_heads: int = setting(8, "attention heads; must divide d_model")
     d_ff: int = setting(1024, "inner width of the feed-forward networks")
@@ -104,33 +109,27 @@ class Config:
     accumulate: int = setting(1, "batches that each process sums up for one step")
     lr: float = setting(1.5e-3, "learning rate at the end of warm-up")
     warmup: int = setting(400, "steps of warm-up (a fifth of all steps at most)")
-    label_smoothing: float = setting(0.1, "probability spread over the whole vocabulary")
-    clip: float = setting(1.0, "largest norm of the gradient")
     epochs: int = setting(10, "passes over the training pairs")
     minutes: float = setting(0.0, "train about so long instead of counting epochs (0: off)")
-    validate_every: int = setting(500, "steps between validations, besides each epoch's end")
     precision: str = setting("auto", "arithmetic in training", "auto", "fp32", "bf16", "fp16")
     seed: int = setting(1, "seed of initialisation, batch order and dropout")
     demo: bool = False  # the built-in pairs instead of a corpus: set by --demo, so no flag
 
     def __post_init__(self) -> None:
-        positive = (self.d_model, self.d_ff, self.n_layers, self.n_heads, self.accumulate)
-        steps = (self.warmup, self.epochs, self.validate_every)
-        longest = MAX_POSITIONS - EXTRA_OUTPUT - 1
+        counts = (self.d_model, self.d_ff, self.n_layers, self.n_heads, self.accumulate)
         for holds, rule in (
             (re.fullmatch("[a-z]+-[a-z]+", self.direction), "--direction must look like en-vi"),
             (len(set(self.languages)) == 2, "--direction must name two different languages"),
-            (min(positive) > 0, "the model's sizes and --accumulate must be at least 1"),
+            (min(counts) > 0, "the model's sizes and --accumulate must be at least 1"),
             (self.d_model % max(1, self.n_heads) == 0, "--n-heads must divide --d-model"),
             (self.d_model % 2 == 0, "--d-model must be even"),
             (self.vocab_size >= 300, "--vocab-size must be at least 300"),
-            (1 <= self.max_len <= longest, f"--max-len must be between 1 and {longest}"),
             (self.batch_tokens >= 16, "--batch-tokens must be at least 16"),
             (0 <= self.dropout < 1, "--dropout must be at least 0 and below 1"),
-            (0 <= self.label_smoothing < 1, "--label-smoothing must be at least 0 and below 1"),
-            (0 < self.lr < 1 and self.clip > 0, "--lr must be in (0, 1) and --clip above 0"),
-            (min(steps) > 0, "--warmup, --epochs and --validate-every must be at least 1"),
+            (0 < self.lr < 1, "--lr must be above 0 and below 1"),
+            (min(self.warmup, self.epochs) > 0, "--warmup and --epochs must be at least 1"),
             (0 <= self.minutes < math.inf, "--minutes must be a number of minutes, or 0"),
+            (self.seed >= 0, "--seed must not be negative"),
         ):
             if not holds:
                 raise UserError(f"{rule}.")
@@ -152,9 +151,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------
-# Data: pairs of lines, from the archives or from plain files
-# ------------------------------------------------------------------------------------------------
+# ---- Data: pairs of lines, from the archives or from plain files ----
 
 ORIGIN = "https://github.com/stefan-it/nmt-en-vi/raw/master/data/"
 ARCHIVES = {  # part of the corpus: its archive, the archive's git blob id, names of its files
@@ -166,17 +163,14 @@ ARCHIVES = {  # part of the corpus: its archive, the archive's git blob id, name
         ("tst2013", "test"),
     ),
 }
-TED_LICENCE = (
-    "IWSLT is TED talks under CC BY-NC-ND: a model trained on it is for non-commercial use."
-)
+TED_LICENCE = "IWSLT is TED talks, CC BY-NC-ND: what is trained on it is for non-commercial use."
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
     """Return text as one line in one form: NFC, no control characters, single spaces.
 
-    Vietnamese can be typed composed or decomposed: the same letters in different code points.
-    Without NFC the same word would be two words.
+    Vietnamese can be typed composed or decomposed; without NFC the same word would be two words.
 
     >>> clean("tie\\u0302\\u0301ng\\tViệt ") == "tiếng Việt"
     True
@@ -187,26 +181,25 @@ def clean(text: str) -> str:
 def read_part(folder: Path, part: str, languages: Sequence[str]) -> list[bytes] | None:
     """Return the bytes of one part of the corpus, source and target; None where it is absent.
 
-    Plain files (train.en, train.vi) go before the archive. Members are read in memory: nothing is
-    unpacked, so nothing can be written to a wrong place.
+    Plain files (train.en, train.vi) go before the archive, whose members are read in memory:
+    nothing is unpacked, so nothing can be written to a wrong place.
     """
     archive, _, stems = ARCHIVES[part]
-    for stem in stems:
-        files = [folder / f"{stem}.{language}" for language in languages]
-        if all(file.is_file() for file in files):
-            return [file.read_bytes() for file in files]
+    choices = [[f"{stem}.{language}" for language in languages] for stem in stems]
+    for names in choices:
+        if all((folder / name).is_file() for name in names):
+            return [(folder / name).read_bytes() for name in names]
     if not (folder / archive).is_file():
         return None
     try:
         with tarfile.open(folder / archive) as tar:
             members = {Path(m.name).name: m for m in tar.getmembers() if m.isfile()}
-            for stem in stems:
-                names = [f"{stem}.{language}" for language in languages]
-                if all(name in members for name in names):
+            for names in choices:
+                if members.keys() >= set(names):
                     return [tar.extractfile(members[name]).read() for name in names]
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise UserError(
-            f"{folder / archive} is not a sound .tgz archive ({error}): fetch it again (--download)."
+            f"{folder / archive} is no sound .tgz ({error}): fetch it again."
         ) from error
     return None
 
@@ -218,14 +211,12 @@ def load_pairs(
     archive, _, stems = ARCHIVES[part]
     names = [f"{stems[0]}.{language}" for language in languages]
     found = read_part(folder, part, languages)
-    if found is None and not required:
-        return None
     if found is None:
+        if not required:
+            return None
         other = f", or {archive} from {ORIGIN}{archive} (--download fetches it)"
-        raise UserError(
-            f"No {part} data in {folder}: put {' and '.join(names)} there"
-            f"{other if sorted(languages) == ['en', 'vi'] else ''}."
-        )
+        other = other if sorted(languages) == ["en", "vi"] else ""
+        raise UserError(f"No {part} data in {folder}: put {' and '.join(names)} there{other}.")
     sides = []
     for data, name in zip(found, names, strict=True):
         try:
@@ -244,30 +235,23 @@ def load_pairs(
 
 
 def download(folder: Path) -> None:
-    """Fetch the three archives into `folder`, each verified by its git blob id.
-
-    That id is the SHA-1 of "blob <size>\\0" and the content; `git hash-object FILE` prints it.
-    """
+    """Fetch what is missing of the archives, verified by git blob id (`git hash-object FILE`)."""
     for archive, wanted, _ in ARCHIVES.values():
-        url, path, block = ORIGIN + archive, folder / archive, io.BytesIO()
-        if path.is_file():
-            block.write(path.read_bytes())
-        else:
-            try:
-                with urllib.request.urlopen(url, timeout=30) as response:
-                    size = int(response.headers.get("Content-Length") or 0)
-                    with tqdm(total=size or None, unit="B", unit_scale=True, desc=archive) as bar:
-                        while piece := response.read(1 << 16):
-                            bar.update(block.write(piece))
-            except OSError as error:
-                raise UserError(
-                    f"{url} could not be fetched ({error}): try again, or put it into {folder}."
-                ) from error
-        data = block.getvalue()
-        if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != wanted:
-            where = path if path.is_file() else url
-            raise UserError(f"{where} is not the file expected (git blob id {wanted}): not used.")
+        path, content = folder / archive, io.BytesIO()
         if not path.is_file():
+            try:
+                with urllib.request.urlopen(ORIGIN + archive, timeout=30) as response:
+                    size = int(response.headers.get("Content-Length") or 0) or None
+                    with tqdm(total=size, unit="B", unit_scale=True, desc=archive) as bar:
+                        while block := response.read(1 << 16):
+                            bar.update(content.write(block))
+            except OSError as error:
+                raise UserError(f"{ORIGIN}{archive} could not be fetched: {error}.") from error
+        data = content.getvalue() or path.read_bytes()
+        if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != wanted:
+            where = path if path.is_file() else ORIGIN + archive
+            raise UserError(f"{where} is not the expected file (git blob id {wanted}): not used.")
+        if content.getvalue():
             write_file(path, data)
         print(f"{path}: {len(data):,} bytes, verified")
     print(TED_LICENCE)
@@ -289,9 +273,7 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
         raise UserError(f"{path} could not be written ({error}); the old one is kept.") from error
 
 
-# ------------------------------------------------------------------------------------------------
-# The demo's data: everyday sentences made from a small table of phrases
-# ------------------------------------------------------------------------------------------------
+# ---- The demo's data: everyday sentences made from a small table of phrases ----
 
 
 def table(text: str) -> dict[str, str]:
@@ -405,9 +387,7 @@ def styled(pairs: Sequence[Pair]) -> list[Pair]:
     return styles
 
 
-# ------------------------------------------------------------------------------------------------
-# Text: people's and the corpus's
-# ------------------------------------------------------------------------------------------------
+# ---- Text: people's and the corpus's ----
 
 
 class Moses:
@@ -423,11 +403,9 @@ class Moses:
         self.tokenizer, self.detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
 
     def to_corpus(self, text: str) -> str:
-        """Ordinary text -> corpus text."""
         return clean(self.tokenizer.tokenize(text, return_str=True))
 
     def to_text(self, corpus: str) -> str:
-        """Corpus text -> ordinary text."""
         return clean(self.detokenizer.detokenize(corpus.split()))
 
     def sentences(self, text: str) -> list[str]:
@@ -446,9 +424,7 @@ class Moses:
         return [*parts, text[start:]]
 
 
-# ------------------------------------------------------------------------------------------------
-# Subwords: byte-pair encoding
-# ------------------------------------------------------------------------------------------------
+# ---- Subwords: byte-pair encoding ----
 
 
 def train_bpe(lines: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -485,6 +461,11 @@ def ids_to_text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     return clean(tokenizer.decode([i for i in ids if i > EOS], skip_special_tokens=False))
 
 
+def text_hash(text: str) -> str:
+    """Return the SHA-256 of a text, in hexadecimal."""
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
 @dataclass
 class Prepared:
     """What training needs of the data; `train` and `dev` are source rows and target rows."""
@@ -496,7 +477,7 @@ class Prepared:
 
 
 def encode_pairs(
-    pairs: Sequence[Pair], tokenizers: Sequence[Tokenizer], max_len: int, name: str
+    pairs: Sequence[Pair], tokenizers: Sequence[Tokenizer], name: str
 ) -> tuple[list[Rows], str]:
     """Encode pairs, leave out the unusable ones (both sides together); say which and why."""
     sides = [
@@ -508,8 +489,8 @@ def encode_pairs(
         short, long = sorted(len(row) - 1 for row in pair)
         if short == 0:
             dropped["with an empty side"] += 1
-        elif long > max_len:
-            dropped[f"longer than {max_len} subwords"] += 1
+        elif long > MAX_LEN:
+            dropped[f"longer than {MAX_LEN} subwords"] += 1
         elif long > 3 * short + 10:
             dropped["with sides of very different length"] += 1
         else:
@@ -525,58 +506,49 @@ def prepare(config: Config, data: Path, run: Path) -> Prepared:
     """Read the data, learn BPE, encode; or take all of it from the run's folder if it fits."""
     report = []
     if config.demo:
-        train, dev = map(styled, demo_pairs())
-        if config.direction == "vi-en":
-            train, dev = ([pair[::-1] for pair in pairs] for pairs in (train, dev))
-        elif config.direction != "en-vi":
+        if sorted(config.languages) != ["en", "vi"]:
             raise UserError(f"The demo translates en-vi and vi-en, not {config.direction}.")
+        order = 1 if config.direction == "en-vi" else -1
+        train, dev = ([pair[::order] for pair in styled(pairs)] for pairs in demo_pairs())
     else:
         train = load_pairs(data, "train", config.languages)
         dev = load_pairs(data, "dev", config.languages, required=False)
     if dev is None:
-        order = np.random.default_rng(0).permutation(len(train))
-        held_out = set(order[: min(2000, max(1, len(train) // 100))].tolist())
+        shuffled = np.random.default_rng(0).permutation(len(train)).tolist()
+        held_out = set(shuffled[: min(2000, max(1, len(train) // 100))])
         dev = [pair for i, pair in enumerate(train) if i in held_out]
         train = [pair for i, pair in enumerate(train) if i not in held_out]
         report.append(f"no dev files in {data}: {len(dev):,} training pairs are held out instead")
 
     cache = run / "prepared.pth"
-    settings = [config.direction, config.vocab_size, config.max_len]
-    fingerprint = text_hash(json.dumps([settings, train, dev]))
+    fingerprint = text_hash(json.dumps([config.direction, config.vocab_size, MAX_LEN, train, dev]))
     with contextlib.suppress(Exception):  # whatever is wrong with the cache: prepare again
         stored = torch.load(cache, weights_only=True)
         if stored["fingerprint"] == fingerprint:
+            tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
             sets = [
                 [np.split(flat.numpy(), np.cumsum(lengths)[:-1]) for flat, lengths in sides]
                 for sides in stored["sets"]
             ]
-            tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
             return Prepared(tokenizers, *sets, [*stored["report"], "(prepared earlier)"])
 
     tokenizers = [train_bpe((pair[i] for pair in train), config.vocab_size) for i in (0, 1)]
-    train, train_report = encode_pairs(train, tokenizers, config.max_len, "train")
-    dev, dev_report = encode_pairs(dev, tokenizers, config.max_len, "dev")
+    train, train_report = encode_pairs(train, tokenizers, "train")
+    dev, dev_report = encode_pairs(dev, tokenizers, "dev")
     report += [train_report, dev_report]
     texts = [tokenizer.to_str(pretty=True) for tokenizer in tokenizers]
     for language, text in zip(config.languages, texts, strict=True):
         write_file(run / f"{language}_tokenizer.json", text.encode("utf-8"))
-    flat = [
+    sets = [
         [(torch.from_numpy(np.concatenate(rows)), [len(row) for row in rows]) for rows in sides]
         for sides in (train, dev)
     ]
-    stored = {"fingerprint": fingerprint, "tokenizers": texts, "sets": flat, "report": report}
+    stored = {"fingerprint": fingerprint, "tokenizers": texts, "sets": sets, "report": report}
     write_file(cache, lambda file: torch.save(stored, file))
     return Prepared(tokenizers, train, dev, report)
 
 
-def text_hash(text: str) -> str:
-    """Return the SHA-256 of a text, in hexadecimal."""
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------
-# Batches
-# ------------------------------------------------------------------------------------------------
+# ---- Batches ----
 
 
 def plan_batches(src: Rows, tgt: Rows, budget: int, seed: Any) -> list[np.ndarray]:
@@ -621,10 +593,7 @@ def make_batch(sides: list[Rows], indices: Sequence[int], device: torch.device) 
     return [ids.to(device) for ids in batch]
 
 
-# ------------------------------------------------------------------------------------------------
-# The model, by hand. A mask is boolean, True means "may attend", and it broadcasts to
-# (batch, heads, query, key).
-# ------------------------------------------------------------------------------------------------
+# ---- The model, by hand ----
 
 
 def padding_mask(ids: Tensor) -> Tensor:
@@ -642,7 +611,7 @@ def causal_mask(length: int, device: torch.device | None = None) -> Tensor:
 
 
 class TokenEmbedding(nn.Module):
-    """table[ids] * sqrt(d_model), a learned vector for each id (section 3.4).
+    """table[ids] * sqrt(d_model): ids (B, S) -> vectors (B, S, d_model) (section 3.4).
 
     The table starts as N(0, 1/d_model), so after the scaling each entry has variance 1.
     """
@@ -654,14 +623,15 @@ class TokenEmbedding(nn.Module):
         self.scale = math.sqrt(d_model)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Map ids (B, S) to vectors (B, S, d_model)."""
         return self.table(ids) * self.scale
 
 
 class PositionalEncoding(nn.Module):
-    """Add sinusoids that tell the position, then dropout (section 3.5).
+    """Add sinusoids that tell the position, then dropout; (B, S, d_model) -> same (section 3.5).
 
     PE[p, 2i] = sin(p / 10000^(2i/d_model)), PE[p, 2i+1] = cos(p / 10000^(2i/d_model))
+
+    Raises ValueError for an odd d_model, and for an input that reaches beyond max_len.
     """
 
     def __init__(self, d_model: int, max_len: int, dropout: float) -> None:
@@ -675,10 +645,7 @@ class PositionalEncoding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """Map x (B, S, d_model), whose first vector stands at position `start`, to the same shape.
-
-        Raises ValueError where x reaches beyond the table.
-        """
+        """The first vector of x stands at position `start`."""
         end = start + x.size(1)
         if end > self.table.size(0):
             raise ValueError(f"input of {end} positions, but the table has {self.table.size(0)}")
@@ -689,7 +656,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None = None,
+    mask: Mask = None,
     dropout: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(Q K^T / sqrt(d_k)) V (section 3.2.1).
@@ -706,7 +673,11 @@ def scaled_dot_product_attention(
 
 
 class MultiHeadAttention(nn.Module):
-    """Attention in `n_heads` subspaces of size d_k = d_model / n_heads (section 3.2.2)."""
+    """Attention in `n_heads` subspaces of size d_k = d_model / n_heads (section 3.2.2).
+
+    query (B, T, d_model) looks things up in memory (B, S, d_model), which may be query itself;
+    returns the output (B, T, d_model) and the weights (B, heads, T, S).
+    """
 
     def __init__(self, d_model: int, n_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -723,27 +694,24 @@ class MultiHeadAttention(nn.Module):
         """(B, S, d_model) -> (B, heads, S, d_k)"""
         return x.view(x.size(0), -1, self.n_heads, self.d_k).transpose(1, 2)
 
-    def keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Map memory (B, S, d_model) to keys and values (B, heads, S, d_k): what a cache keeps."""
+    def keys_values(self, memory: Tensor) -> KeysValues:
+        """Return what a cache keeps: keys and values, each (B, heads, S, d_k)."""
         return self.split_heads(self.w_k(memory)), self.split_heads(self.w_v(memory))
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Mask = None
     ) -> tuple[Tensor, Tensor]:
-        """Look query (B, T, d_model) up; return (B, T, d_model) and weights (B, heads, T, S)."""
+        """Attend with the keys and values at hand."""
         q = self.split_heads(self.w_q(query))
         heads, weights = scaled_dot_product_attention(q, keys, values, mask, self.dropout)
         return self.w_o(heads.transpose(1, 2).flatten(2)), weights
 
-    def forward(
-        self, query: Tensor, memory: Tensor, mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Let query (B, T, d_model) attend to memory (B, S, d_model): itself, or another text."""
+    def forward(self, query: Tensor, memory: Tensor, mask: Mask = None) -> tuple[Tensor, Tensor]:
         return self.attend(query, *self.keys_values(memory), mask)
 
 
 class FeedForward(nn.Module):
-    """max(0, x W_1 + b_1) W_2 + b_2, the same at every position (section 3.3)."""
+    """max(0, x W_1 + b_1) W_2 + b_2 at every position; (B, S, d_model) -> same (section 3.3)."""
 
     def __init__(self, d_model: int, d_ff: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -752,12 +720,11 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (B, S, d_model) to the same shape."""
         return self.linear2(self.dropout(self.linear1(x).relu()))
 
 
 class Residual(nn.Module):
-    """A sub-layer's place in the residual stream (section 3.1).
+    """A sub-layer's place in the residual stream; (B, S, d_model) -> same (section 3.1).
 
     Post-norm, as in 2017: LayerNorm(x + Dropout(sublayer(x)))
     Pre-norm:              x + Dropout(sublayer(LayerNorm(x)))
@@ -770,14 +737,13 @@ class Residual(nn.Module):
         self.norm_first = norm_first
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Map x (B, S, d_model) to the same shape."""
         if self.norm_first:
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward, each in a residual connection."""
+    """Self-attention and feed-forward, each in a residual connection; (B, S, d_model) -> same."""
 
     def __init__(
         self, d_model: int, n_heads: int, d_ff: int, dropout: float, norm_first: bool = False
@@ -788,24 +754,22 @@ class EncoderLayer(nn.Module):
         self.residual1 = Residual(d_model, dropout, norm_first)
         self.residual2 = Residual(d_model, dropout, norm_first)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Map x (B, S, d_model) to the same shape; mask broadcasts to (B, heads, S, S)."""
+    def forward(self, x: Tensor, mask: Mask = None) -> Tensor:
         x = self.residual1(x, lambda y: self.self_attention(y, y, mask)[0])
         return self.residual2(x, self.feed_forward)
 
 
 @dataclass
 class LayerCache:
-    """What a decoder layer need not compute again while it writes token after token.
+    """Keys and values that a decoder layer need not compute again while it writes.
 
-    Pairs of keys and values (B, heads, length, d_k): the memory's are computed once, the target's
-    grow by one position a step.
+    The memory's are computed once, the target's grow by one position a step.
     """
 
-    memory: tuple[Tensor, Tensor]
-    target: tuple[Tensor, Tensor] | None = None
+    memory: KeysValues
+    target: KeysValues | None = None
 
-    def extend(self, newest: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def extend(self, newest: KeysValues) -> KeysValues:
         """Append the newest positions' keys and values; return those of all positions."""
         if self.target is not None:
             newest = tuple(torch.cat(both, dim=2) for both in zip(self.target, newest, strict=True))
@@ -831,14 +795,13 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         memory: Tensor | None,
-        tgt_mask: Tensor | None = None,
-        src_mask: Tensor | None = None,
+        tgt_mask: Mask = None,
+        src_mask: Mask = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
         """Map x (B, T, d_model) to the same shape, reading memory (B, S, d_model).
 
-        tgt_mask broadcasts to (B, heads, T, T), src_mask to (B, heads, T, S). With a cache, x holds
-        only the positions since the last call, and memory is not read.
+        With a cache, x holds only the positions since the last call, and memory is not read.
         """
 
         def self_attend(y: Tensor) -> Tensor:
@@ -881,10 +844,8 @@ class Transformer(nn.Module):
         if tie == "all" and src_vocab_size != tgt_vocab_size:
             raise ValueError('tie="all" needs one vocabulary for source and target')
         sizes = (d_model, n_heads, d_ff, dropout, norm_first)
+        self.src_embedding = TokenEmbedding(src_vocab_size, d_model)
         self.tgt_embedding = TokenEmbedding(tgt_vocab_size, d_model)
-        self.src_embedding = (
-            self.tgt_embedding if tie == "all" else TokenEmbedding(src_vocab_size, d_model)
-        )
         self.position = PositionalEncoding(d_model, MAX_POSITIONS, dropout)
         self.encoder = nn.ModuleList(EncoderLayer(*sizes) for _ in range(n_layers))
         self.decoder = nn.ModuleList(DecoderLayer(*sizes) for _ in range(n_layers))
@@ -896,6 +857,8 @@ class Transformer(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        if tie == "all":
+            self.src_embedding = self.tgt_embedding
         if tie != "none":
             self.output.weight = self.tgt_embedding.table.weight
 
@@ -949,9 +912,7 @@ def build_model(config: Config, vocab_sizes: Sequence[int]) -> Transformer:
     return Transformer(*vocab_sizes, *sizes, norm_first=c.norm_first, tie=c.tie)
 
 
-# ------------------------------------------------------------------------------------------------
-# Loss and schedule
-# ------------------------------------------------------------------------------------------------
+# ---- Loss and schedule ----
 
 
 def batch_loss(model: Transformer, src: Tensor, tgt: Tensor, smoothing: float) -> Tensor:
@@ -981,9 +942,7 @@ def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
 
 
-# ------------------------------------------------------------------------------------------------
-# Training
-# ------------------------------------------------------------------------------------------------
+# ---- Where to compute, and how to do it fast ----
 
 
 @dataclass(frozen=True)
@@ -998,8 +957,8 @@ class Place:
 def find_place(device: str) -> Place:
     """Return this process's place; under torchrun, join the other processes."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    usable = [name for name, there in usable.items() if there] + ["cpu"]
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    usable = [name for name in there if there[name]] + ["cpu"]
     device = usable[0] if device == "auto" else device
     if device.split(":")[0] not in usable:
         raise UserError(f"--device {device} is not available here; usable: {', '.join(usable)}.")
@@ -1026,13 +985,6 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     if device.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
     return "bf16" if device.type == "cpu" and cpu_has_bf16() else "fp32"
-
-
-def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
-    """Return the context in which matrix products run in `precision`; weights stay fp32."""
-    if precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
 def keep_freed_memory() -> None:
@@ -1065,6 +1017,9 @@ class FastDropout(nn.Module):
         return x * kept.to(x.dtype).mul_(256 / (256 - self.threshold))
 
 
+# ---- Training ----
+
+
 class Trainer:
     """Model, data and optimizer of one run; `step` counts the updates done.
 
@@ -1089,9 +1044,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=place.device.type != "mps"
         )
-        self.step = self.total = 0
-        self.best, self.seconds = math.inf, 0.0  # lowest dev loss; time spent before this session
-        self.metrics: list[dict[str, Any]] = []
+        self.step, self.total = 0, 0
+        self.best, self.seconds = math.inf, 0.0  # lowest dev loss; time spent in earlier sessions
+        self.metrics: list[dict[str, float]] = []
         self.wish_to_stop = False
         self.planned: tuple[int, list[list[np.ndarray]]] = (-1, [])
         self.steps_per_epoch = len(self.groups(0))
@@ -1101,9 +1056,15 @@ class Trainer:
         if self.planned[0] != epoch:
             seed, size = (self.config.seed, epoch), self.config.accumulate * self.place.world
             batches = plan_batches(*self.prepared.train, self.config.batch_tokens, seed)
-            grouped = [batches[i : i + size] for i in range(0, len(batches), size)]
-            self.planned = (epoch, grouped)
+            self.planned = epoch, [batches[i : i + size] for i in range(0, len(batches), size)]
         return self.planned[1]
+
+    def loss(self, sides: list[Rows], batch: np.ndarray, smoothing: float) -> Tensor:
+        """Return the summed loss of a batch, in this run's precision (weights stay fp32)."""
+        device, half = self.place.device, {"bf16": torch.bfloat16, "fp16": torch.float16}
+        src, tgt = make_batch(sides, batch, device)
+        with torch.autocast(device.type, half.get(self.precision), self.precision in half):
+            return batch_loss(self.model, src, tgt, smoothing)
 
     def backward(self, group: Sequence[np.ndarray]) -> tuple[float, int]:
         """Add up the gradient of a step's mean loss per token; return that loss and the tokens.
@@ -1118,9 +1079,7 @@ class Trainer:
         tokens = sum(len(self.prepared.train[1][i]) for batch in group for i in batch)
         mean = torch.zeros((), device=self.place.device)
         for batch in group[self.place.rank :: self.place.world]:
-            src, tgt = make_batch(self.prepared.train, batch, self.place.device)
-            with autocast(self.precision, self.place.device):
-                loss = batch_loss(self.model, src, tgt, self.config.label_smoothing) / tokens
+            loss = self.loss(self.prepared.train, batch, SMOOTHING) / tokens
             self.scaler.scale(loss).backward()
             mean += loss.detach()
         if self.place.world > 1:  # one message: loss, wish to stop, gradients; all of them summed
@@ -1139,12 +1098,12 @@ class Trainer:
         epoch, index = divmod(self.step, self.steps_per_epoch)
         loss, tokens = self.backward(self.groups(epoch)[index])
         self.scaler.unscale_(self.optimizer)
-        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
+        norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), CLIP))
         if not math.isfinite(loss if self.scaler.is_enabled() else loss + norm):
             raise UserError(
-                f"Loss {loss} and gradient norm {norm} in step {self.step + 1} (epoch {epoch + 1}, "
-                f"batch {index + 1}): training diverged. The checkpoints are from before; start "
-                "again with a lower --lr, a longer --warmup or --precision fp32."
+                f"Training diverged: loss {loss}, gradient norm {norm} in step {self.step + 1} "
+                f"(epoch {epoch + 1}, batch {index + 1}). The files are from before; begin again "
+                "(--restart) with a lower --lr, a longer --warmup or --precision fp32."
             )
         self.step += 1
         rate = learning_rate(self.step, self.total, self.config.lr, self.config.warmup)
@@ -1157,11 +1116,8 @@ class Trainer:
     def dev_loss(self) -> float:
         """Return the cross-entropy per token on the dev set, without smoothing and dropout."""
         self.model.eval()
-        total = 0.0
-        for batch in plan_batches(*self.prepared.dev, self.config.batch_tokens, 0):
-            src, tgt = make_batch(self.prepared.dev, batch, self.place.device)
-            with autocast(self.precision, self.place.device):
-                total += float(batch_loss(self.model, src, tgt, 0.0))
+        batches = plan_batches(*self.prepared.dev, self.config.batch_tokens, 0)
+        total = sum(float(self.loss(self.prepared.dev, batch, 0.0)) for batch in batches)
         return total / sum(map(len, self.prepared.dev[1]))
 
     def plan_steps(self) -> float:
@@ -1176,7 +1132,7 @@ class Trainer:
             self.backward(group)
         middle = time.perf_counter()
         self.dev_loss()
-        validations = 1 / min(self.steps_per_epoch, self.config.validate_every)  # a step's share
+        validations = 1 / min(self.steps_per_epoch, VALIDATE_EVERY)  # a step's share of them
         per_step = (middle - start) / len(sample) + (time.perf_counter() - middle) * validations
         if self.place.world > 1:
             slowest = torch.tensor(per_step, device=self.place.device)
@@ -1187,11 +1143,12 @@ class Trainer:
             self.total = max(1, round(self.config.minutes * 60 / per_step))
         return self.total * per_step
 
-    def validate(self, loss: float, speed: float, seconds: float) -> None:
+    def validate(self, loss: float, speed: float) -> None:
         """Measure the dev loss, keep the weights if they are the best; print it and two samples."""
         dev_loss, epoch = self.dev_loss(), self.step / self.steps_per_epoch
-        row = {"step": self.step, "epoch": epoch, "loss": loss, "dev_loss": dev_loss}
-        self.metrics.append({**row, "tokens_per_second": speed, "seconds": seconds})
+        self.metrics.append(
+            {"step": self.step, "epoch": epoch, "loss": loss, "dev_loss": dev_loss, "speed": speed}
+        )
         tqdm.write(
             f"epoch {epoch:.2f}, step {self.step:,}: loss {loss:.3f}, dev loss {dev_loss:.3f}, "
             f"perplexity {math.exp(min(dev_loss, 99)):.1f}{' (best)' * (dev_loss < self.best)}"
@@ -1208,20 +1165,19 @@ class Trainer:
                 "dev_loss": dev_loss,
             }
             write_file(self.run / BEST, lambda file: torch.save(checkpoint, file))
-        size = len(self.prepared.dev[0])
-        samples = [self.prepared.dev[0][i] for i in (size // 3, 2 * size // 3)]
-        for source, output in zip(samples, translate_ids(self.model, samples, beam=1), strict=True):
-            texts = map(ids_to_text, self.prepared.tokenizers, (source, output))
-            tqdm.write("    " + "\n     -> ".join(texts))
+        rows = self.prepared.dev[0]
+        samples = [rows[len(rows) // 3], rows[2 * len(rows) // 3]]
+        for pair in zip(samples, translate_ids(self.model, samples, beam=1), strict=True):
+            tqdm.write("    " + "\n     -> ".join(map(ids_to_text, self.prepared.tokenizers, pair)))
 
     def save(self, seconds: float) -> None:
-        """Write what an exact resume needs."""
+        """Write what an exact resume needs, and the metrics so far."""
         state = {
             "config": asdict(self.config),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "progress": [self.step, self.total, self.best, seconds],
+            "progress": [self.step, self.total, self.best, self.seconds + seconds, self.metrics],
         }
         write_file(self.run / STATE, lambda file: torch.save(state, file))
         lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
@@ -1229,48 +1185,40 @@ class Trainer:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go back to where `save` wrote this state."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.step, self.total, self.best, self.seconds = state["progress"]
-        with contextlib.suppress(FileNotFoundError):
-            text = (self.run / METRICS).read_text(encoding="utf-8")
-            rows = [json.loads(line) for line in text.splitlines()]
-            self.metrics = [row for row in rows if row["step"] <= self.step]
+        for part in ("model", "optimizer", "scaler"):
+            getattr(self, part).load_state_dict(state[part])
+        self.step, self.total, self.best, self.seconds, self.metrics = state["progress"]
 
     def run_to_end(self) -> int:
         """Train, saving as it goes; return 0, or 128 + the number of the signal that stopped it."""
         chief = self.place.rank == 0
         started = saved = counted = time.monotonic()
         loss, tokens = 0.0, 0  # smoothed loss; target tokens since `counted`
-        bar = tqdm(
-            total=self.total, initial=self.step, unit="step", disable=None if chief else True
-        )
+        disable = None if chief else True  # None: shown only on a terminal
+        bar = tqdm(total=self.total, initial=self.step, unit="step", disable=disable)
         with stop_on_signal() as caught, bar:
             while self.step < self.total:
                 self.wish_to_stop = bool(caught)
                 newest, new_tokens = self.update()
                 loss, tokens = 0.95 * loss + 0.05 * newest if loss else newest, tokens + new_tokens
                 now = time.monotonic()
-                speed, seconds = tokens / (now - counted), self.seconds + now - started
-                rate = self.optimizer.param_groups[0]["lr"]
+                rate, speed = self.optimizer.param_groups[0]["lr"], tokens / (now - counted)
                 text = f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} target tokens/s"
                 bar.set_postfix_str(text, refresh=False)
                 bar.update()
-                stop = self.wish_to_stop
                 ended = self.step % self.steps_per_epoch == 0 or self.step == self.total
-                if chief and (ended or self.step % self.config.validate_every == 0):
-                    self.validate(loss, speed, seconds)
-                    self.save(seconds)
-                    saved = counted = time.monotonic()
-                    tokens = 0
-                elif chief and (stop or now - saved > 300):
-                    self.save(seconds)
-                    saved = now
+                validating = chief and (ended or self.step % VALIDATE_EVERY == 0)
+                if validating:
+                    self.validate(loss, speed)
+                    counted, tokens = time.monotonic(), 0
                 elif chief and self.step % 50 == 0:
                     self.metrics.append({"step": self.step, "loss": loss, "rate": rate})
-                if stop and self.step < self.total:
-                    tqdm.write(f"Stopped after step {self.step:,}; --resume goes on from there.")
+                stop = self.wish_to_stop and self.step < self.total
+                if validating or (chief and (stop or now - saved > SAVE_EVERY)):
+                    saved = time.monotonic()
+                    self.save(saved - started)
+                if stop:
+                    tqdm.write(f"Stopped after step {self.step:,}: --resume goes on from there.")
                     return 128 + (caught[0] if caught else signal.SIGTERM)
         return 0
 
@@ -1280,20 +1228,13 @@ class Trainer:
             from matplotlib.figure import Figure
         except ImportError:
             return "No curve.png: matplotlib is not installed."
-        figure = Figure(figsize=(7, 4), layout="constrained")
+        figure, image = Figure(figsize=(7, 4), layout="constrained"), io.BytesIO()
         axes = figure.subplots()
-        for key, style, label in (
-            ("loss", "0.6", "training, smoothed"),
-            ("dev_loss", "ko-", "dev"),
-        ):
-            points = [(row["step"], row[key]) for row in self.metrics if key in row]
-            how = {"color": style} if key == "loss" else {"ms": 4}
-            axes.plot(
-                *zip(*points, strict=True), *([style] if key != "loss" else []), label=label, **how
-            )
+        for key, label, style in (("loss", "training", "-"), ("dev_loss", "dev", "o--")):
+            rows = [row for row in self.metrics if key in row]
+            axes.plot([row["step"] for row in rows], [row[key] for row in rows], style, label=label)
         axes.set(xlabel="step", ylabel="cross-entropy per target token (nats)", title=self.run.name)
-        axes.legend(frameon=False)
-        image = io.BytesIO()
+        axes.legend()
         figure.savefig(image, format="png", dpi=150)
         write_file(self.run / "curve.png", image.getvalue())
         return f"The curve is in {self.run / 'curve.png'}."
@@ -1317,9 +1258,7 @@ def stop_on_signal() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-# ------------------------------------------------------------------------------------------------
-# The folder of a run
-# ------------------------------------------------------------------------------------------------
+# ---- The folder of a run ----
 
 
 def lock_folder(run: Path) -> BinaryIO:
@@ -1339,9 +1278,7 @@ def lock_folder(run: Path) -> BinaryIO:
 
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise UserError(
-            f"Another process is training in {run}: wait, or take another --run."
-        ) from error
+        raise UserError(f"Another process trains in {run}: wait, or take another --run.") from error
     return file
 
 
@@ -1368,31 +1305,24 @@ def open_run(
     state = None if restart or not files[1].exists() else load_file(files[1])
     if state and resume:
         config = Config(**state["config"])
-        checked = wanted if "preset" in given else given
-        differing = [name for name, value in checked.items() if getattr(config, name) != value]
+        named = wanted if "preset" in given else given
+        differing = [name for name, value in named.items() if getattr(config, name) != value]
         if differing:
             before = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in differing)
-            raise UserError(
-                f"{run} was started with {before}: resume with that, or begin anew with --restart."
-            )
+            raise UserError(f"{run} was started with {before}: keep that, or begin with --restart.")
         return config, state
     config = Config(**wanted)
     if resume and not restart:
         print(f"Nothing to resume in {run}: starting afresh.")
-    held_by_demo = state is not None and state["config"]["demo"]
-    if any(file.exists() for file in files) and not restart and not (config.demo and held_by_demo):
-        raise UserError(
-            f"{run} already holds a run: --resume goes on with it, --restart replaces it, --run "
-            "takes another folder."
-        )
+    replaceable = restart or (config.demo and state is not None and state["config"]["demo"])
+    if any(file.exists() for file in files) and not replaceable:
+        raise UserError(f"{run} holds a run: --resume goes on with it, --restart replaces it.")
     for file in files:
         file.unlink(missing_ok=True)
     return config, None
 
 
-# ------------------------------------------------------------------------------------------------
-# Search
-# ------------------------------------------------------------------------------------------------
+# ---- Search ----
 
 
 def length_penalty(length: Tensor | float, alpha: float) -> Tensor | float:
@@ -1431,7 +1361,7 @@ def beam_search(
     for length in itertools.count(1):
         states = model.decode(history[:, -1:], None, src, caches)
         log_p = model.output(states[:, -1]).float().log_softmax(-1)
-        log_p[:, [PAD, BOS]] = -math.inf  # learned from nothing, so never an answer
+        log_p[:, [PAD, BOS]] = -math.inf  # never an answer
         total = (scores.view(-1, 1) + log_p).view(len(scores), -1)  # (open, beam * vocabulary)
         top, index = total.topk(beam)
         parent, token = index // log_p.size(-1), index % log_p.size(-1)
@@ -1451,7 +1381,7 @@ def beam_search(
         hope = scores.max(1).values / length_penalty(limit.float(), alpha)
         kept = ((width > 0) & (hope > best_score)).nonzero().flatten()
         if len(kept) == 0:
-            return best
+            break
         rows = origin[kept].flatten()
         history = torch.cat([history[rows], token[kept].view(-1, 1)], dim=1)
         for cache in caches:
@@ -1461,7 +1391,7 @@ def beam_search(
                 cache.memory = tuple(part[rows] for part in cache.memory)
             src, open_now, limit = src[rows], open_now[kept], limit[kept]
             width, best_score, scores = width[kept], best_score[kept], scores[kept]
-    raise AssertionError("not reached: every sentence has its limit")
+    return best
 
 
 def translate_ids(
@@ -1482,9 +1412,7 @@ def translate_ids(
     return results
 
 
-# ------------------------------------------------------------------------------------------------
-# Using a trained run: translate, evaluate, prompt
-# ------------------------------------------------------------------------------------------------
+# ---- Using a trained run: translate, evaluate, prompt ----
 
 
 class Translator:
@@ -1502,12 +1430,11 @@ class Translator:
         for language, wanted in zip(self.config.languages, checkpoint["tokenizers"], strict=True):
             path = run / f"{language}_tokenizer.json"
             try:
-                tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+                self.tokenizers.append(Tokenizer.from_str(path.read_text(encoding="utf-8")))
             except Exception as error:  # tokenizers raises a bare Exception for a broken file
                 raise UserError(f"{path} is missing or damaged ({error}).") from error
-            if text_hash(tokenizer.to_str()) != wanted:
+            if text_hash(self.tokenizers[-1].to_str()) != wanted:
                 raise UserError(f"{path} is not the tokenizer that {BEST} was trained with.")
-            self.tokenizers.append(tokenizer)
         self.model = build_model(self.config, checkpoint["vocab_sizes"])
         self.model.load_state_dict(checkpoint["weights"])
         self.model.to(device).eval()
@@ -1545,8 +1472,8 @@ def find_run(direction: str) -> Path:
                 found.append((not config["demo"], path.stat().st_mtime, path.parent))
     if not found:
         raise UserError(
-            f"Nothing is trained for {direction} yet: train with --demo --direction {direction} "
-            f"(a minute) or --full --direction {direction} (hours)."
+            f"Nothing is trained for {direction} yet: --demo --direction {direction} takes a "
+            f"minute, --full --direction {direction} hours."
         )
     return max(found)[-1]
 
@@ -1558,27 +1485,23 @@ def evaluate(translator: Translator, data: Path) -> None:
     """
     from sacrebleu.metrics import BLEU, CHRF
 
-    config = translator.config
-    if config.demo:
+    if translator.config.demo:
         raise UserError("The demo has no test set: --demo itself reports its held-out pairs.")
-    pairs = load_pairs(data, "test", config.languages)
+    pairs = load_pairs(data, "test", translator.config.languages)
+    to_text = translator.tgt_border.to_text
     sources = [translator.src_border.to_text(source) for source, _ in pairs]
     references = [reference for _, reference in pairs]
     hypotheses = translator.to_corpus(sources, progress=True)
-    outputs, targets = (
-        [translator.tgt_border.to_text(line) for line in lines]
-        for lines in (hypotheses, references)
-    )
-    path = translator.run / f"test.beam{translator.beam}.{config.languages[1]}"
+    outputs, targets = list(map(to_text, hypotheses)), list(map(to_text, references))
+    path = translator.run / f"test.beam{translator.beam}.{translator.config.languages[1]}"
     write_file(path, "".join(line + "\n" for line in hypotheses).encode("utf-8"))
-    print(f"{len(pairs):,} test pairs, beam {translator.beam}; hypotheses: {path}")
     for i in range(0, len(pairs), max(1, len(pairs) // 10))[:10]:
-        print(f"\n{sources[i]}\n -> {outputs[i]}\n  = {targets[i]}")
-    print()
+        print(f"{sources[i]}\n -> {outputs[i]}\n  = {targets[i]}\n")
+    print(f"{len(pairs):,} test pairs, beam {translator.beam}; hypotheses in {path}")
     for name, metric, hypothesis, reference in (
-        ("BLEU, corpus text", BLEU(tokenize="none", force=True), hypotheses, references),
-        ("BLEU, ordinary text", BLEU(), outputs, targets),
-        ("chrF, ordinary text", CHRF(), outputs, targets),
+        ("BLEU on corpus text", BLEU(tokenize="none", force=True), hypotheses, references),
+        ("BLEU on ordinary text", BLEU(), outputs, targets),
+        ("chrF on ordinary text", CHRF(), outputs, targets),
     ):
         score = metric.corpus_score(hypothesis, [reference], n_bootstrap=1000)
         print(f"{name}: {score.format(width=2)}\n    {metric.get_signature()}")
@@ -1587,10 +1510,8 @@ def evaluate(translator: Translator, data: Path) -> None:
 def infer(translator: Translator) -> None:
     """Translate what is typed; where stdin is not a terminal, translate it line by line."""
     config = translator.config
-    known: set[str] = set()  # the demo's words; a full model can try any
-    if config.demo:
-        side = config.languages[0] == "vi"
-        known = {word for pair in demo_pairs()[0] for word in pair[side].split()}
+    side = config.languages[0] == "vi"
+    known = {word for pair in demo_pairs()[0] for word in pair[side].split()} if config.demo else ()
 
     def translate(lines: list[str]) -> list[str]:
         for line in lines if known else ():
@@ -1610,9 +1531,7 @@ def infer(translator: Translator) -> None:
             print(f"{config.languages[1].upper()}> {translate([line])[0]}")
 
 
-# ------------------------------------------------------------------------------------------------
-# Command line
-# ------------------------------------------------------------------------------------------------
+# ---- Command line ----
 
 MODES = {
     "demo": "train on the built-in pairs, then show translations",
@@ -1625,10 +1544,9 @@ MODES = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; a setting that is not given is absent from what it returns."""
-    usage = __doc__[__doc__.index("    python") : __doc__.index("Read it")].rstrip()
     parser = argparse.ArgumentParser(
         description="Train an English-Vietnamese Transformer and translate with it.",
-        epilog=usage,
+        epilog=__doc__[__doc__.index("    python") : __doc__.index("It reads")].rstrip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -1644,9 +1562,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--beam", type=int, default=4, help="beam width, 1 is greedy (default: 4)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto (default)")
     group = parser.add_argument_group("settings of a run (presets other than laptop change some)")
-    for item in fields(Config):
-        if "help" not in item.metadata:
-            continue
+    for item in (item for item in fields(Config) if item.metadata):
         how: dict[str, Any] = {"type": type(item.default), "choices": item.metadata["choices"]}
         if isinstance(item.default, bool):
             how = {"action": argparse.BooleanOptionalAction}
@@ -1683,19 +1599,13 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
         else:
             minutes = trainer.plan_steps() / 60
             plan = f"{trainer.total:,} steps, about {minutes:.1f} minutes"
-        bf16 = (
-            ""
-            if place.device.type != "cpu"
-            else f", bf16 units: {'yes' if cpu_has_bf16() else 'no'}"
-        )
+        c, bf16 = config, "with" if cpu_has_bf16() else "without"
         say(
-            "\n".join(prepared.report)
-            + f"\n{config.direction}: {config.n_layers}+{config.n_layers} "
-            f"layers, d_model {config.d_model}, {config.n_heads} heads, d_ff {config.d_ff}, "
-            f"vocabularies {trainer.vocab_sizes}: {parameters:,} parameters\n"
-            f"{place.world} process(es) on {place.device.type}, {torch.get_num_threads()} threads "
-            f"each, {trainer.precision}{bf16}\n"
-            f"{plan}, {trainer.total / trainer.steps_per_epoch:.2f} epochs; "
+            "\n".join(prepared.report) + f"\n{c.direction}: {c.n_layers}+{c.n_layers} layers, "
+            f"d_model {c.d_model}, {c.n_heads} heads, d_ff {c.d_ff}, vocabularies "
+            f"{trainer.vocab_sizes}: {parameters:,} parameters\n{place.world} process(es) on "
+            f"{place.device.type} (a CPU {bf16} bf16), {torch.get_num_threads()} threads each, "
+            f"{trainer.precision}\n{plan}, {trainer.total / trainer.steps_per_epoch:.2f} epochs; "
             f"{16 * parameters / 1e6:,.0f} MB on disk, in {run}"
         )
         status = trainer.run_to_end()
@@ -1711,15 +1621,14 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
 
 def show_demo(translator: Translator) -> None:
     """Translate the held-out pairs, count the exact ones, show some, say what to do next."""
-    config = translator.config
-    pairs = [pair if config.languages[0] == "en" else pair[::-1] for pair in demo_pairs()[1]]
+    direction = translator.config.direction
+    pairs = [pair if direction == "en-vi" else pair[::-1] for pair in demo_pairs()[1]]
     outputs = translator.translate([source for source, _ in pairs])
-    results = [(*pair, output) for pair, output in zip(pairs, outputs, strict=True)]
-    right = sum(target == output for _, target, output in results)
+    right = sum(output == target for output, (_, target) in zip(outputs, pairs, strict=True))
     print(f"\nPairs never trained on: {right} of {len(pairs)} exactly right. Some of them:")
-    for source, target, output in results[:: len(results) // 10]:
+    for (source, target), output in list(zip(pairs, outputs, strict=True))[:: len(pairs) // 10]:
         print(f"  {source} -> {output}{'' if output == target else f' (expected: {target})'}")
-    print(f"\nYour turn: python 08_iwslt_vi_en.py --infer --direction {config.direction}")
+    print(f"\nYour turn: python 08_iwslt_vi_en.py --infer --direction {direction}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -1755,7 +1664,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output has left
+    except BrokenPipeError:  # whoever read our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     finally:

@@ -1,0 +1,460 @@
+"""Greedy and beam search: against plain loops, enumeration and hand-computed cases."""
+
+import functools
+import itertools
+import math
+import zlib
+
+import pytest
+import torch
+from torch import nn
+
+PAD, BOS, EOS = 0, 1, 2
+NEVER = -1e9  # a logit
+
+
+class Scripted(nn.Module):
+    """A stand-in for Transformer whose logits are any function of (source, tokens so far).
+
+    Its cache keeps the source and the tokens themselves, so a mistake in reordering shows.
+    """
+
+    def __init__(self, lesson8, logits):
+        super().__init__()
+        self.new_cache, self.logits = lesson8.LayerCache, logits
+        self.anchor = nn.Parameter(torch.zeros(1))  # tells where the model is
+        self.batches = []  # sizes of the batches searched
+
+    def encode(self, src):
+        self.batches.append(len(src))
+        return src
+
+    def new_caches(self, memory):
+        return [self.new_cache((memory[:, None, :, None],) * 2)]
+
+    def decode(self, tgt, memory, src, caches):
+        history = caches[0].extend((tgt[:, None, :, None],) * 2)[0][:, 0, :, 0].tolist()
+        remembered = caches[0].memory[0][:, 0, :, 0]
+        assert torch.equal(remembered, src)
+        rows = []
+        for source, past in zip(remembered.tolist(), history, strict=True):
+            assert past[0] == BOS
+            rows.append(self.logits(tuple(i for i in source if i != PAD), tuple(past[1:])))
+        return torch.tensor(rows)[:, None]
+
+    def output(self, states):
+        return states
+
+
+def random_logits(size, seed=0, scale=1.5):
+    """A function (source, tokens so far) -> logits of `size` tokens, fixed but arbitrary."""
+
+    @functools.cache
+    def logits(source, past):
+        key = zlib.crc32(repr((seed, source, past)).encode())
+        return (torch.randn(size, generator=torch.Generator().manual_seed(key)) * scale).tolist()
+
+    return logits
+
+
+def log_probabilities(logits):
+    """The same function for log-probabilities."""
+
+    @functools.cache
+    def log_p(source, past):
+        return torch.tensor(logits(source, past), dtype=torch.float64).log_softmax(-1).tolist()
+
+    return log_p
+
+
+def penalty(length, alpha):
+    return ((5 + length) / 6) ** alpha
+
+
+def plain_beam(log_p, source, limit, beam, alpha):
+    """Beam search for one sentence as one would explain it: lists, no batch, no early stop."""
+    live, finished, width = [(0.0, ())], [], beam
+    for length in range(1, limit + 1):
+        candidates = []
+        for score, past in live:
+            row = log_p(source, past)
+            candidates += [(score + row[token], (*past, token)) for token in range(EOS, len(row))]
+        candidates, live = sorted(candidates, reverse=True)[:width], []
+        for score, tokens in candidates:
+            if tokens[-1] == EOS or length == limit:
+                finished.append((score / penalty(length, alpha), tokens))
+                width -= 1
+            else:
+                live.append((score, tokens))
+    return [token for token in max(finished)[1] if token != EOS]
+
+
+def every_hypothesis(log_p, source, limit, size):
+    """Yield (log-probability, tokens) of everything that can be said within the limit."""
+    for length in range(1, limit + 1):
+        for words in itertools.product(range(3, size), repeat=length - 1):
+            for last in range(EOS, size) if length == limit else [EOS]:
+                tokens = (*words, last)
+                yield sum(log_p(source, tokens[:i])[tokens[i]] for i in range(length)), tokens
+
+
+def sentences(n, seed=1, longest=9, size=20):
+    """n encoded sentences of different lengths, the first of them empty but for its eos."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [0, *torch.randint(1, longest, (n - 1,), generator=generator).tolist()]
+    return [[*torch.randint(3, size, (k,), generator=generator).tolist(), EOS] for k in lengths]
+
+
+@pytest.fixture
+def model(lesson8):
+    """An untrained Transformer that says different things about different sentences.
+
+    In double precision, so that rounding cannot decide between two hypotheses.
+    """
+    torch.manual_seed(5)
+    model = lesson8.Transformer(20, 12, 16, 4, 32, 2, 0.4, norm_first=True, tie="none")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model.double().eval()
+
+
+def uncached(model):
+    """The log-probabilities of a model from full forward passes of single sentences."""
+
+    @functools.cache
+    def log_p(source, past):
+        with torch.inference_mode():
+            logits = model(torch.tensor([source]), torch.tensor([[BOS, *past]]))[0, -1]
+        return logits.log_softmax(-1).tolist()
+
+    return log_p
+
+
+# Caches
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
+def test_cached_logits_equal_those_of_the_full_pass(lesson8, norm_first):
+    """Token by token, with a padded source, in single precision; one sentence, and four."""
+    torch.manual_seed(6)
+    model = lesson8.Transformer(20, 12, 32, 4, 64, 3, 0.0, norm_first, tie="none").eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    sources = sentences(4)
+    tgt = torch.cat([torch.full((4, 1), BOS), torch.randint(3, 12, (4, 15))], dim=1)
+    for first, last in ((0, 4), (1, 2), (2, 4)):
+        src, own = lesson8.pad_rows(sources[first:last]), tgt[first:last]
+        caches = model.new_caches(model.encode(src))
+        for chunk in (own[:, :3], *own[:, 3:].split(1, dim=1)):  # three tokens, then one by one
+            done = 0 if caches[0].target is None else caches[0].target[0].size(2)
+            logits = model.output(model.decode(chunk, None, src, caches))
+            full = torch.cat(
+                [
+                    model(torch.tensor([source]), row[None, : done + chunk.size(1)])
+                    for source, row in zip(sources[first:last], own, strict=True)
+                ]
+            )
+            torch.testing.assert_close(logits, full[:, done:], rtol=0, atol=1e-4)
+
+
+def test_logits_differ_only_by_rounding_whatever_the_batch(lesson8, tiny_model):
+    sources = sentences(8)
+    tgt = torch.tensor([[BOS, 7, 9, 4, 30]])
+    alone = [tiny_model(torch.tensor([source]), tgt)[0] for source in sources]
+    together = tiny_model(lesson8.pad_rows(sources), tgt.expand(8, -1))
+    torch.testing.assert_close(together, torch.stack(alone), rtol=0, atol=1e-4)
+
+
+# Greedy
+
+
+def test_beam_one_is_greedy(lesson8, model, monkeypatch):
+    """Against a loop that knows neither caches nor batches and takes the best token each time."""
+    monkeypatch.setattr(lesson8, "EXTRA_OUTPUT", 5)
+    sources, log_p, expected, at_limit = sentences(16), uncached(model), [], 0
+    for source in sources:
+        tokens = []
+        while len(tokens) < len(source) + 5:
+            row = log_p(tuple(source), tuple(tokens))
+            token = max(range(EOS, len(row)), key=row.__getitem__)
+            if token == EOS:
+                break
+            tokens.append(token)
+        else:
+            at_limit += 1
+        expected.append(tokens)
+    assert 0 < at_limit < len(sources)  # both ways to end occur
+    assert lesson8.beam_search(model, lesson8.pad_rows(sources), beam=1) == expected
+
+
+def test_greedy_stops_at_eos(lesson8):
+    """The script says 5 6 7 eos, and 8 for ever after."""
+    answer = [5, 6, 7, EOS]
+
+    def logits(source, past):
+        row = [0.0] * 10
+        row[answer[len(past)] if len(past) < 4 else 8] = 20.0
+        return row
+
+    for beam in (1, 3):
+        src = torch.tensor([[4, EOS]])
+        assert lesson8.beam_search(Scripted(lesson8, logits), src, beam) == [[5, 6, 7]]
+
+
+# Beam search
+
+
+@pytest.mark.parametrize("beam", [1, 2, 3, 5])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+def test_beam_search_equals_a_plain_one_sentence_search(lesson8, monkeypatch, beam, alpha):
+    """Many sentences at once, caches, a shrinking beam and an early stop change no result."""
+    monkeypatch.setattr(lesson8, "EXTRA_OUTPUT", 3)
+    logits, sources = random_logits(7), sentences(24, longest=6)
+    log_p = log_probabilities(logits)
+    expected = [plain_beam(log_p, tuple(s), len(s) + 3, beam, alpha) for s in sources]
+    src = lesson8.pad_rows(sources)
+    assert lesson8.beam_search(Scripted(lesson8, logits), src, beam, alpha) == expected
+    assert len({len(output) for output in expected}) > 1
+
+
+def test_beam_search_of_a_transformer_equals_the_plain_search_without_caches(
+    lesson8, model, monkeypatch
+):
+    monkeypatch.setattr(lesson8, "EXTRA_OUTPUT", 3)
+    sources, log_p = sentences(10, longest=6), uncached(model)
+    expected = [plain_beam(log_p, tuple(s), len(s) + 3, 3, 0.6) for s in sources]
+    assert lesson8.beam_search(model, lesson8.pad_rows(sources), 3, 0.6) == expected
+    assert len(set(map(tuple, expected))) > 5
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 2.0])
+def test_a_beam_wide_enough_finds_the_best_of_all_hypotheses(lesson8, monkeypatch, alpha):
+    monkeypatch.setattr(lesson8, "EXTRA_OUTPUT", 1)
+    logits, size = random_logits(6, seed=3), 6  # three words, eos, and what is never said
+    log_p, sources = log_probabilities(logits), sentences(10, longest=4)
+    expected = []
+    for source in sources:
+        source = tuple(source)
+        _, tokens = max(
+            (score / penalty(len(tokens), alpha), tokens)
+            for score, tokens in every_hypothesis(log_p, source, len(source) + 1, size)
+        )
+        expected.append([token for token in tokens if token != EOS])
+    beam = 4 * 3**4  # more than can be alive at the longest limit, 5
+    src = lesson8.pad_rows(sources)
+    assert lesson8.beam_search(Scripted(lesson8, logits), src, beam, alpha) == expected
+    greedy = lesson8.beam_search(Scripted(lesson8, logits), src, 1, alpha)
+    assert greedy != expected
+
+
+def two_candidates(long_score):
+    """Logits: "3" with log-probability -1 and "4 5 6" with `long_score`, both then end for sure.
+
+    What remains is spread over a hundred other words, and then over all of them again.
+    """
+    size = 110
+    rest = math.log((1 - math.exp(-1) - math.exp(long_score)) / (size - 7))
+    certain = {(3,): EOS, (4,): 5, (4, 5): 6, (4, 5, 6): EOS}
+
+    def logits(source, past):
+        row = [NEVER, NEVER, NEVER, NEVER, NEVER, NEVER, NEVER] + [rest] * (size - 7)
+        if not past:
+            row[3], row[4] = -1.0, long_score
+        elif past in certain:
+            row[7:] = [NEVER] * (size - 7)
+            row[certain[past]] = 0.0
+        return row
+
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("long_score", "alpha", "expected"),
+    [
+        (-1.27, 0.0, [3]),  # without penalty the likelier one wins
+        # With alpha 1: -1 / (7/6) = -0.857 against -1.27 / (9/6) = -0.847. Lengths counted one
+        # too long would give -1 / (8/6) = -0.750 against -1.27 / (10/6) = -0.762.
+        (-1.27, 1.0, [4, 5, 6]),
+        # -0.857 against -1.30 / (9/6) = -0.867. Lengths without eos, so one too short, would give
+        # -1 / (6/6) = -1 against -1.30 / (8/6) = -0.975.
+        (-1.30, 1.0, [3]),
+    ],
+)
+def test_length_penalty_decides_as_computed_by_hand(lesson8, long_score, alpha, expected):
+    model = Scripted(lesson8, two_candidates(long_score))
+    assert lesson8.beam_search(model, torch.tensor([[9, 8, EOS]]), 4, alpha) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("length", "alpha", "expected"),
+    [(1, 0.6, 1.0), (7, 0.6, 2**0.6), (7, 1.0, 2.0), (13, 2.0, 9.0), (30, 0.0, 1.0)],
+)
+def test_length_penalty_formula(lesson8, length, alpha, expected):
+    assert lesson8.length_penalty(length, alpha) == pytest.approx(expected)
+    assert lesson8.length_penalty(torch.tensor(float(length)), alpha) == pytest.approx(expected)
+
+
+def test_a_finished_hypothesis_does_not_go_on_growing(lesson8):
+    """Ending at once has 40%. If it could go on, it would add words at no cost for ever."""
+
+    def logits(source, past):
+        if EOS in past:
+            row = [NEVER] * 60
+            row[7] = 0.0
+        elif not past:
+            row = [NEVER] * 3 + [math.log(0.6 / 57)] * 57
+            row[EOS] = math.log(0.4)
+        else:
+            row = [0.0] * 60
+        return row
+
+    for beam in (1, 2, 4):
+        src = torch.tensor([[9, EOS]])
+        assert lesson8.beam_search(Scripted(lesson8, logits), src, beam, 1.0) == [[]]
+
+
+def test_a_finished_hypothesis_gives_up_its_place_in_the_beam(lesson8):
+    """Beam 2: "eos" and "3" are kept; of "3" one continuation, 4, goes on, and 5 is lost.
+
+    5 would have won: it ends for sure, after 4 all words are equally likely.
+    """
+    tables = {
+        (): {EOS: 0.3, 3: 0.7},
+        (3,): {4: 0.51, 5: 0.49},
+        (3, 5): {EOS: 1.0},
+    }
+
+    def logits(source, past):
+        row = [NEVER] * 3 + [0.0] * 97
+        if past in tables:
+            row = [math.log(tables[past].get(token, 1e-9)) for token in range(100)]
+        return row
+
+    src = torch.tensor([[9, EOS]])
+    assert lesson8.beam_search(Scripted(lesson8, logits), src, 2, 0.0) == [[]]
+    assert lesson8.beam_search(Scripted(lesson8, logits), src, 3, 0.0) == [[3, 5]]
+
+
+@pytest.mark.parametrize("beam", [1, 2, 4])
+def test_pad_and_bos_are_never_said(lesson8, beam):
+    def logits(source, past):  # PAD is the likeliest by far, then bos, then the words, then eos
+        return [9.0, 8.0, 1.5 * len(past) - 4, *(float(word % 3) for word in range(3, 12))]
+
+    sources = sentences(6)
+    outputs = lesson8.beam_search(Scripted(lesson8, logits), lesson8.pad_rows(sources), beam)
+    assert all(output and min(output) > EOS for output in outputs)
+
+
+def test_pad_bos_and_eos_are_never_in_the_output_of_a_transformer(lesson8, model):
+    with torch.no_grad():
+        model.output.weight[PAD] = model.output.weight.sum(0) * 3
+        model.output.weight[BOS] = -model.output.weight[PAD]  # one of them is always the largest
+    sources = sentences(8)
+    for beam in (1, 4):
+        outputs = lesson8.beam_search(model, lesson8.pad_rows(sources), beam)
+        assert all(token > EOS for output in outputs for token in output)
+        assert any(outputs)
+
+
+def test_a_beam_wider_than_the_vocabulary_works(lesson8, monkeypatch):
+    monkeypatch.setattr(lesson8, "EXTRA_OUTPUT", 1)
+    logits, sources = random_logits(5, seed=2), sentences(4, longest=3)
+    log_p = log_probabilities(logits)
+    expected = [plain_beam(log_p, tuple(s), len(s) + 1, 50, 0.6) for s in sources]
+    found = lesson8.beam_search(Scripted(lesson8, logits), lesson8.pad_rows(sources), 50)
+    assert found == expected
+
+
+# Limits
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_the_limit_is_each_source_length_plus_fifty_whatever_the_batch(lesson8, beam):
+    def logits(source, past):  # never eos
+        return [0.0, 0.0, NEVER, 1.0, 2.0, 1.5]
+
+    model, sources = Scripted(lesson8, logits), [[5, EOS], [5, 6, 7, 8, 9, EOS], [EOS]]
+    together = lesson8.beam_search(model, lesson8.pad_rows(sources), beam)
+    assert together == [[4] * 52, [4] * 56, [4] * 51]
+    alone = [lesson8.beam_search(model, torch.tensor([source]), beam)[0] for source in sources]
+    assert alone == together
+
+
+def test_the_longest_source_and_its_longest_translation_fit_the_position_table(
+    lesson8, monkeypatch
+):
+    """MAX_POSITIONS - EXTRA_OUTPUT - 1 subwords and eos are what Config and Translator let in."""
+    monkeypatch.setattr(lesson8, "MAX_POSITIONS", 24)
+    monkeypatch.setattr(lesson8, "EXTRA_OUTPUT", 5)
+    torch.manual_seed(1)
+    model = lesson8.Transformer(20, 12, 16, 4, 32, 1, 0.0, norm_first=True, tie="none")
+    with torch.no_grad():  # eos gets the least of all logits at every state
+        model.decoder_norm.bias.fill_(3.0)
+        model.output.weight[EOS] = -5.0
+    for beam in (1, 3):
+        (output,) = lesson8.beam_search(model, torch.tensor([[7] * 18 + [EOS]]), beam)
+        assert len(output) == 24
+
+
+# Many sentences
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_translations_do_not_depend_on_the_batch(lesson8, model, beam):
+    """One by one, all together, in another order, beside other sentences: the same."""
+    sources = sentences(20)
+    alone = [lesson8.beam_search(model, torch.tensor([source]), beam)[0] for source in sources]
+    assert lesson8.beam_search(model, lesson8.pad_rows(sources), beam) == alone
+    assert lesson8.translate_ids(model, sources, beam) == alone
+    assert lesson8.translate_ids(model, sources[::-1], beam) == alone[::-1]
+    beside = [sources[3], [5] * 30 + [EOS], sources[7]]
+    assert lesson8.translate_ids(model, beside, beam)[::2] == [alone[3], alone[7]]
+    assert len(set(map(tuple, alone))) > 10
+
+
+def echo(source, past):
+    """Say the source backwards, with some doubt."""
+    words = [*source[-2::-1], EOS]
+    row = [0.0] * 100
+    row[words[len(past)] if len(past) < len(words) else EOS] = 8.0
+    return row
+
+
+@pytest.mark.parametrize("beam", [1, 64])
+def test_results_stay_in_the_order_of_their_sources(lesson8, beam):
+    """Though the search takes them by length and, with a wide beam, in several batches."""
+    model, sources = Scripted(lesson8, echo), sentences(14, longest=10, size=100)
+    sources += [sources[4], sources[0]]  # repeated sentences too
+    expected = [source[-2::-1] for source in sources]
+    assert lesson8.translate_ids(model, sources, beam) == expected
+    assert sum(model.batches) == len(sources)
+    if beam == 64:
+        assert len(model.batches) > 1
+
+
+def test_nothing_to_translate_is_no_error(lesson8, model):
+    assert lesson8.translate_ids(model, [], 4) == []
+
+
+def test_sources_are_left_as_they_were(lesson8, model):
+    sources = sentences(5)
+    copies = [list(source) for source in sources]
+    lesson8.translate_ids(model, sources, 2)
+    assert sources == copies
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_model_left_in_training_mode_translates_the_same(lesson8, model, beam):
+    """The model has dropout 0.4, which would change every call."""
+    sources = sentences(8)
+    expected = lesson8.translate_ids(model, sources, beam)
+    for _ in range(2):
+        model.train()
+        assert lesson8.translate_ids(model, sources, beam) == expected
+
+
+def test_search_leaves_no_gradients_and_no_changed_weights(lesson8, model):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    lesson8.translate_ids(model, sentences(3), 2)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
