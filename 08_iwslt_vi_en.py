@@ -46,7 +46,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -58,16 +58,14 @@ from tqdm import tqdm
 
 PAD, BOS, EOS = 0, 1, 2  # the same ids in every lesson
 MAX_POSITIONS = 1024  # rows of the position table: no longer text enters the model
-MAX_LEN = 200  # training pairs with a longer side, in subwords, are left out
-EXTRA_OUTPUT = 50  # a translation is at most so many subwords longer than its source
-SMOOTHING = 0.1  # label smoothing: probability spread over the whole vocabulary
-CLIP = 1.0  # largest norm of the gradient
-VALIDATE_EVERY = 500  # steps between validations, besides the end of each epoch
-SAVE_EVERY = 300  # seconds between saves of what a resume needs
+MAX_LEN, EXTRA_OUTPUT = 200, 50  # longest training side; how much longer a translation may get
+SMOOTHING, CLIP = 0.1, 1.0  # probability spread over all classes; largest norm of the gradient
+VALIDATE_EVERY, SAVE_EVERY = 500, 300  # steps, besides the end of each epoch; seconds
+RANK = int(os.environ.get("RANK", 0))  # under torchrun: number of this process,
+WORLD = int(os.environ.get("WORLD_SIZE", 1))  # and how many there are
 HERE = Path(__file__).resolve().parent
 BEST, STATE, METRICS = "best_iwslt_transformer.pth", "resume_state.pth", "metrics.jsonl"
 FORMAT = "iwslt-transformer-1"  # marks a checkpoint as ours
-
 Pair = tuple[str, str]  # source and target sentence
 Rows = list[np.ndarray]  # encoded sentences: an array of subword ids each
 KeysValues = tuple[Tensor, Tensor]  # each (B, heads, S, d_k)
@@ -81,9 +79,15 @@ class UserError(Exception):
 # ---- Configuration: what decides the result of a run. Each setting is a command-line flag. ----
 
 
-def setting(default: Any, help: str, *choices: str) -> Any:
-    """Return a dataclass field with what its flag needs: default, help text, allowed values."""
-    return field(default=default, metadata={"help": help, "choices": choices or None})
+def setting(
+    default: Any,
+    help: str,
+    choices: Sequence[str] | None = None,
+    low: float = 0,
+    below: float = math.inf,
+) -> Any:
+    """Return a dataclass field with what its flag needs: default, help, values allowed."""
+    return field(default=default, metadata=dict(help=help, choices=choices, low=low, below=below))
 
 
 def flag(name: str) -> str:
@@ -96,43 +100,37 @@ class Config:
     """The settings of one run; checkpoints carry them, and `--resume` insists on the same."""
 
     direction: str = setting("en-vi", "source and target language, as in the files' names")
-    preset: str = setting("laptop", "which set of defaults", "demo", "laptop", "gpu")
-    vocab_size: int = setting(8000, "subwords per language")
-    d_model: int = setting(256, "width of the model")
-    n_heads: int = setting(8, "attention heads; must divide d_model")
-    d_ff: int = setting(1024, "inner width of the feed-forward networks")
-    n_layers: int = setting(4, "encoder layers, and as many decoder layers")
-    dropout: float = setting(0.1, "share of activations dropped in training")
+    preset: str = setting("laptop", "which set of defaults", ("demo", "laptop", "gpu"))
+    vocab_size: int = setting(8000, "subwords per language", low=300)
+    d_model: int = setting(256, "width of the model; even", low=2)
+    n_heads: int = setting(8, "attention heads; must divide d_model", low=1)
+    d_ff: int = setting(1024, "inner width of the feed-forward networks", low=1)
+    n_layers: int = setting(4, "encoder layers, and as many decoder layers", low=1)
+    dropout: float = setting(0.1, "share of activations dropped in training", below=1)
     norm_first: bool = setting(True, "LayerNorm before each sub-layer (pre-norm)")
-    tie: str = setting("output", "target embedding as output matrix, or not", "output", "none")
-    batch_tokens: int = setting(2048, "tokens of a batch on its longer side, padding included")
-    accumulate: int = setting(1, "batches that each process sums up for one step")
-    lr: float = setting(1.5e-3, "learning rate at the end of warm-up")
-    warmup: int = setting(400, "steps of warm-up (a fifth of all steps at most)")
-    epochs: int = setting(10, "passes over the training pairs")
+    tie: str = setting("output", "target embedding as output matrix", ("output", "none"))
+    batch_tokens: int = setting(2048, "tokens of a batch on its longer side, with padding", low=16)
+    accumulate: int = setting(1, "batches that each process sums up for one step", low=1)
+    lr: float = setting(1.5e-3, "learning rate at the end of warm-up", low=1e-9, below=1)
+    warmup: int = setting(400, "steps of warm-up (a fifth of all steps at most)", low=1)
+    epochs: int = setting(10, "passes over the training pairs", low=1)
     minutes: float = setting(0.0, "train about so long instead of counting epochs (0: off)")
-    precision: str = setting("auto", "arithmetic in training", "auto", "fp32", "bf16", "fp16")
+    precision: str = setting("auto", "arithmetic in training", ("auto", "fp32", "bf16", "fp16"))
     seed: int = setting(1, "seed of initialisation, batch order and dropout")
     demo: bool = False  # the built-in pairs instead of a corpus: set by --demo, so no flag
 
     def __post_init__(self) -> None:
-        counts = (self.d_model, self.d_ff, self.n_layers, self.n_heads, self.accumulate)
-        for holds, rule in (
-            (re.fullmatch("[a-z]+-[a-z]+", self.direction), "--direction must look like en-vi"),
-            (len(set(self.languages)) == 2, "--direction must name two different languages"),
-            (min(counts) > 0, "the model's sizes and --accumulate must be at least 1"),
-            (self.d_model % max(1, self.n_heads) == 0, "--n-heads must divide --d-model"),
-            (self.d_model % 2 == 0, "--d-model must be even"),
-            (self.vocab_size >= 300, "--vocab-size must be at least 300"),
-            (self.batch_tokens >= 16, "--batch-tokens must be at least 16"),
-            (0 <= self.dropout < 1, "--dropout must be at least 0 and below 1"),
-            (0 < self.lr < 1, "--lr must be above 0 and below 1"),
-            (min(self.warmup, self.epochs) > 0, "--warmup and --epochs must be at least 1"),
-            (0 <= self.minutes < math.inf, "--minutes must be a number of minutes, or 0"),
-            (self.seed >= 0, "--seed must not be negative"),
-        ):
-            if not holds:
-                raise UserError(f"{rule}.")
+        for item in fields(self):
+            value, rule = getattr(self, item.name), item.metadata
+            if isinstance(value, int | float) and rule and not rule["low"] <= value < rule["below"]:
+                most = f" and below {rule['below']}" if rule["below"] < math.inf else ""
+                raise UserError(f"{flag(item.name)} must be at least {rule['low']}{most}: {value}.")
+        if not re.fullmatch(r"([a-z]+)-(?!\1$)[a-z]+", self.direction):
+            raise UserError(
+                f"--direction must name two languages, as en-vi does: {self.direction}."
+            )
+        if self.d_model % 2 or self.d_model % self.n_heads:
+            raise UserError("--d-model must be even and a multiple of --n-heads.")
 
     @property
     def languages(self) -> tuple[str, str]:
@@ -189,14 +187,14 @@ def read_part(folder: Path, part: str, languages: Sequence[str]) -> list[bytes] 
     for names in choices:
         if all((folder / name).is_file() for name in names):
             return [(folder / name).read_bytes() for name in names]
-    if not (folder / archive).is_file():
-        return None
     try:
         with tarfile.open(folder / archive) as tar:
             members = {Path(m.name).name: m for m in tar.getmembers() if m.isfile()}
             for names in choices:
                 if members.keys() >= set(names):
                     return [tar.extractfile(members[name]).read() for name in names]
+    except FileNotFoundError:
+        return None
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise UserError(
             f"{folder / archive} is no sound .tgz ({error}): fetch it again."
@@ -211,9 +209,9 @@ def load_pairs(
     archive, _, stems = ARCHIVES[part]
     names = [f"{stems[0]}.{language}" for language in languages]
     found = read_part(folder, part, languages)
+    if found is None and not required:
+        return None
     if found is None:
-        if not required:
-            return None
         other = f", or {archive} from {ORIGIN}{archive} (--download fetches it)"
         other = other if sorted(languages) == ["en", "vi"] else ""
         raise UserError(f"No {part} data in {folder}: put {' and '.join(names)} there{other}.")
@@ -270,7 +268,9 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UserError(f"{path} could not be written ({error}); the old one is kept.") from error
+        raise UserError(
+            f"{path} could not be written ({error}): nothing there was changed."
+        ) from error
 
 
 # ---- The demo's data: everyday sentences made from a small table of phrases ----
@@ -466,14 +466,14 @@ def text_hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-@dataclass
-class Prepared:
+class Prepared(NamedTuple):
     """What training needs of the data; `train` and `dev` are source rows and target rows."""
 
     tokenizers: list[Tokenizer]
     train: list[Rows]
     dev: list[Rows]
     report: list[str]  # what was read, dropped and held out
+    fingerprint: str  # of the text and the settings that it was prepared with
 
 
 def encode_pairs(
@@ -502,8 +502,12 @@ def encode_pairs(
     return [list(side) for side in zip(*kept, strict=True)], report
 
 
-def prepare(config: Config, data: Path, run: Path) -> Prepared:
-    """Read the data, learn BPE, encode; or take all of it from the run's folder if it fits."""
+def prepare(config: Config, data: Path, run: Path, resumed: str | None = None) -> Prepared:
+    """Read the data, learn BPE, encode; or take all of it from the run's folder if it fits.
+
+    `resumed` is the fingerprint of the data that a run to be resumed was started with. Without it a
+    new run begins: once all is ready, what an earlier run left in the folder is removed.
+    """
     report = []
     if config.demo:
         if sorted(config.languages) != ["en", "vi"]:
@@ -519,33 +523,42 @@ def prepare(config: Config, data: Path, run: Path) -> Prepared:
         dev = [pair for i, pair in enumerate(train) if i in held_out]
         train = [pair for i, pair in enumerate(train) if i not in held_out]
         report.append(f"no dev files in {data}: {len(dev):,} training pairs are held out instead")
-
-    cache = run / "prepared.pth"
     fingerprint = text_hash(json.dumps([config.direction, config.vocab_size, MAX_LEN, train, dev]))
+    if resumed not in (None, fingerprint):
+        raise UserError(
+            f"The text is not the one that {run} was started with: give the same --data."
+        )
+
+    cache, stored = run / "prepared.pth", None
     with contextlib.suppress(Exception):  # whatever is wrong with the cache: prepare again
         stored = torch.load(cache, weights_only=True)
-        if stored["fingerprint"] == fingerprint:
-            tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
-            sets = [
-                [np.split(flat.numpy(), np.cumsum(lengths)[:-1]) for flat, lengths in sides]
-                for sides in stored["sets"]
-            ]
-            return Prepared(tokenizers, *sets, [*stored["report"], "(prepared earlier)"])
-
-    tokenizers = [train_bpe((pair[i] for pair in train), config.vocab_size) for i in (0, 1)]
-    train, train_report = encode_pairs(train, tokenizers, "train")
-    dev, dev_report = encode_pairs(dev, tokenizers, "dev")
-    report += [train_report, dev_report]
-    texts = [tokenizer.to_str(pretty=True) for tokenizer in tokenizers]
+    if stored and stored["fingerprint"] == fingerprint:
+        tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
+        train, dev = (
+            [np.split(flat.numpy(), np.cumsum(lengths)[:-1]) for flat, lengths in sides]
+            for sides in stored["sets"]
+        )
+        report = [*stored["report"], "(prepared earlier)"]
+    else:
+        tokenizers = [train_bpe((pair[i] for pair in train), config.vocab_size) for i in (0, 1)]
+        train, train_report = encode_pairs(train, tokenizers, "train")
+        dev, dev_report = encode_pairs(dev, tokenizers, "dev")
+        report += [train_report, dev_report]
+        stored = None
+    if resumed is None:
+        for name in (BEST, STATE, METRICS):
+            (run / name).unlink(missing_ok=True)
+    texts = [tokenizer.to_str() for tokenizer in tokenizers]
     for language, text in zip(config.languages, texts, strict=True):
         write_file(run / f"{language}_tokenizer.json", text.encode("utf-8"))
-    sets = [
-        [(torch.from_numpy(np.concatenate(rows)), [len(row) for row in rows]) for rows in sides]
-        for sides in (train, dev)
-    ]
-    stored = {"fingerprint": fingerprint, "tokenizers": texts, "sets": sets, "report": report}
-    write_file(cache, lambda file: torch.save(stored, file))
-    return Prepared(tokenizers, train, dev, report)
+    if not stored:
+        sets = [
+            [(torch.from_numpy(np.concatenate(rows)), list(map(len, rows))) for rows in sides]
+            for sides in (train, dev)
+        ]
+        stored = {"fingerprint": fingerprint, "tokenizers": texts, "sets": sets, "report": report}
+        write_file(cache, lambda file: torch.save(stored, file))
+    return Prepared(tokenizers, train, dev, report, fingerprint)
 
 
 # ---- Batches ----
@@ -583,14 +596,6 @@ def pad_rows(rows: Sequence[Sequence[int]]) -> Tensor:
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     return torch.from_numpy(padded)
-
-
-def make_batch(sides: list[Rows], indices: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Return source ids (B, S) and target ids (B, T) of the pairs, each row ending with eos."""
-    batch = [pad_rows([rows[i] for i in indices]) for rows in sides]
-    if device.type == "cuda":  # from pinned memory the copy runs beside the computation
-        return [ids.pin_memory().to(device, non_blocking=True) for ids in batch]
-    return [ids.to(device) for ids in batch]
 
 
 # ---- The model, by hand ----
@@ -945,29 +950,22 @@ def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:
 # ---- Where to compute, and how to do it fast ----
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where this process computes: its device, its number, how many processes work together."""
-
-    device: torch.device
-    rank: int = 0
-    world: int = 1
-
-
-def find_place(device: str) -> Place:
-    """Return this process's place; under torchrun, join the other processes."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    usable = [name for name in there if there[name]] + ["cpu"]
-    device = usable[0] if device == "auto" else device
-    if device.split(":")[0] not in usable:
-        raise UserError(f"--device {device} is not available here; usable: {', '.join(usable)}.")
-    if world > 1:
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    return Place(torch.device(device), rank, world)
+def find_device(name: str) -> torch.device:
+    """Return the device to compute on; under torchrun, also join the other processes."""
+    if name == "auto":
+        apple = "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else apple
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"--device {name} cannot be used here ({reason}).") from error
+    if WORLD > 1:
+        if name == "cuda":
+            name = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(name)
+        dist.init_process_group("nccl" if name.startswith("cuda") else "gloo")
+    return torch.device(name)
 
 
 def cpu_has_bf16() -> bool:
@@ -1027,22 +1025,23 @@ class Trainer:
     the step: so weights, optimizer and the step number are all that an exact resume needs.
     """
 
-    def __init__(self, config: Config, prepared: Prepared, place: Place, run: Path) -> None:
-        self.config, self.prepared, self.place, self.run = config, prepared, place, run
+    def __init__(self, config: Config, prepared: Prepared, device: torch.device, run: Path):
+        self.config, self.prepared, self.device, self.run = config, prepared, device, run
         self.vocab_sizes = [tokenizer.get_vocab_size() for tokenizer in prepared.tokenizers]
+        self.borders = [Moses(language) for language in config.languages]
         torch.manual_seed(config.seed)
-        self.model = build_model(config, self.vocab_sizes).to(place.device)
-        if place.device.type == "cpu":
+        self.model = build_model(config, self.vocab_sizes).to(device)
+        if device.type == "cpu":
             for module in list(self.model.modules()):
                 for name, child in module.named_children():
                     if isinstance(child, nn.Dropout):
                         setattr(module, name, FastDropout(child.p))
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        self.precision = choose_precision(config.precision, place.device)
-        self.scaler = torch.amp.GradScaler(place.device.type, enabled=self.precision == "fp16")
+        self.precision = choose_precision(config.precision, device)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=place.device.type != "mps"
+            self.model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=device.type != "mps"
         )
         self.step, self.total = 0, 0
         self.best, self.seconds = math.inf, 0.0  # lowest dev loss; time spent in earlier sessions
@@ -1054,16 +1053,19 @@ class Trainer:
     def groups(self, epoch: int) -> list[list[np.ndarray]]:
         """Return the batches of an epoch, grouped into steps: `accumulate` for each process."""
         if self.planned[0] != epoch:
-            seed, size = (self.config.seed, epoch), self.config.accumulate * self.place.world
+            seed, size = (self.config.seed, epoch), self.config.accumulate * WORLD
             batches = plan_batches(*self.prepared.train, self.config.batch_tokens, seed)
             self.planned = epoch, [batches[i : i + size] for i in range(0, len(batches), size)]
         return self.planned[1]
 
     def loss(self, sides: list[Rows], batch: np.ndarray, smoothing: float) -> Tensor:
         """Return the summed loss of a batch, in this run's precision (weights stay fp32)."""
-        device, half = self.place.device, {"bf16": torch.bfloat16, "fp16": torch.float16}
-        src, tgt = make_batch(sides, batch, device)
-        with torch.autocast(device.type, half.get(self.precision), self.precision in half):
+        ids = [pad_rows([rows[i] for i in batch]) for rows in sides]
+        if self.device.type == "cuda":  # from pinned memory the copy runs beside the computation
+            ids = [side.pin_memory() for side in ids]
+        src, tgt = (side.to(self.device, non_blocking=True) for side in ids)
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        with torch.autocast(self.device.type, half, enabled=half is not None):
             return batch_loss(self.model, src, tgt, smoothing)
 
     def backward(self, group: Sequence[np.ndarray]) -> tuple[float, int]:
@@ -1072,18 +1074,18 @@ class Trainer:
         Each batch's summed loss is divided by the tokens of the whole step, so that one process
         with two batches computes the same as two with one each.
         """
-        seed = np.random.SeedSequence((self.config.seed, self.step, self.place.rank))
+        seed = np.random.SeedSequence((self.config.seed, self.step, RANK))
         torch.manual_seed(int(seed.generate_state(1)[0]))  # decides the dropout of this step
         self.model.train()
         self.optimizer.zero_grad(set_to_none=False)
         tokens = sum(len(self.prepared.train[1][i]) for batch in group for i in batch)
-        mean = torch.zeros((), device=self.place.device)
-        for batch in group[self.place.rank :: self.place.world]:
+        mean = torch.zeros((), device=self.device)
+        for batch in group[RANK::WORLD]:
             loss = self.loss(self.prepared.train, batch, SMOOTHING) / tokens
             self.scaler.scale(loss).backward()
             mean += loss.detach()
-        if self.place.world > 1:  # one message: loss, wish to stop, gradients; all of them summed
-            wish = torch.tensor(float(self.wish_to_stop), device=self.place.device)
+        if WORLD > 1:  # one message: loss, wish to stop, gradients; all of them summed
+            wish = torch.tensor(float(self.wish_to_stop), device=self.device)
             gradients = [parameter.grad for parameter in self.model.parameters()]
             message = torch.cat([part.flatten() for part in (mean, wish, *gradients)])
             dist.all_reduce(message)
@@ -1134,8 +1136,8 @@ class Trainer:
         self.dev_loss()
         validations = 1 / min(self.steps_per_epoch, VALIDATE_EVERY)  # a step's share of them
         per_step = (middle - start) / len(sample) + (time.perf_counter() - middle) * validations
-        if self.place.world > 1:
-            slowest = torch.tensor(per_step, device=self.place.device)
+        if WORLD > 1:
+            slowest = torch.tensor(per_step, device=self.device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             per_step = float(slowest)
         self.total = self.config.epochs * self.steps_per_epoch
@@ -1167,12 +1169,16 @@ class Trainer:
             write_file(self.run / BEST, lambda file: torch.save(checkpoint, file))
         rows = self.prepared.dev[0]
         samples = [rows[len(rows) // 3], rows[2 * len(rows) // 3]]
-        for pair in zip(samples, translate_ids(self.model, samples, beam=1), strict=True):
-            tqdm.write("    " + "\n     -> ".join(map(ids_to_text, self.prepared.tokenizers, pair)))
+        for sample in zip(samples, translate_ids(self.model, samples, beam=1), strict=True):
+            texts = map(ids_to_text, self.prepared.tokenizers, sample)
+            texts = [border.to_text(text) for border, text in zip(self.borders, texts, strict=True)]
+            tqdm.write("    " + "\n     -> ".join(texts))
 
     def save(self, seconds: float) -> None:
         """Write what an exact resume needs, and the metrics so far."""
         state = {
+            "format": FORMAT,
+            "data": self.prepared.fingerprint,
             "config": asdict(self.config),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -1191,10 +1197,9 @@ class Trainer:
 
     def run_to_end(self) -> int:
         """Train, saving as it goes; return 0, or 128 + the number of the signal that stopped it."""
-        chief = self.place.rank == 0
         started = saved = counted = time.monotonic()
         loss, tokens = 0.0, 0  # smoothed loss; target tokens since `counted`
-        disable = None if chief else True  # None: shown only on a terminal
+        disable = True if RANK else None  # None: shown only on a terminal
         bar = tqdm(total=self.total, initial=self.step, unit="step", disable=disable)
         with stop_on_signal() as caught, bar:
             while self.step < self.total:
@@ -1207,18 +1212,21 @@ class Trainer:
                 bar.set_postfix_str(text, refresh=False)
                 bar.update()
                 ended = self.step % self.steps_per_epoch == 0 or self.step == self.total
-                validating = chief and (ended or self.step % VALIDATE_EVERY == 0)
+                validating = RANK == 0 and (ended or self.step % VALIDATE_EVERY == 0)
                 if validating:
                     self.validate(loss, speed)
                     counted, tokens = time.monotonic(), 0
-                elif chief and self.step % 50 == 0:
+                elif RANK == 0 and self.step % 50 == 0:
                     self.metrics.append({"step": self.step, "loss": loss, "rate": rate})
                 stop = self.wish_to_stop and self.step < self.total
-                if validating or (chief and (stop or now - saved > SAVE_EVERY)):
+                if validating or (RANK == 0 and (stop or now - saved > SAVE_EVERY)):
                     saved = time.monotonic()
                     self.save(saved - started)
                 if stop:
-                    tqdm.write(f"Stopped after step {self.step:,}: --resume goes on from there.")
+                    if RANK == 0:
+                        tqdm.write(
+                            f"Stopped after step {self.step:,}: --resume goes on from there."
+                        )
                     return 128 + (caught[0] if caught else signal.SIGTERM)
         return 0
 
@@ -1283,13 +1291,17 @@ def lock_folder(run: Path) -> BinaryIO:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Return what torch.save wrote: tensors and plain values; code in a file is never run."""
+    """Return what this program saved: tensors and plain values; code in a file is never run."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        if stored["format"] == FORMAT:
+            return stored
+        reason = "another format"
     except FileNotFoundError:
         raise
     except Exception as error:  # what torch raises depends on how the file is broken
-        raise UserError(f"{path} is damaged or no checkpoint ({type(error).__name__}).") from error
+        reason = type(error).__name__
+    raise UserError(f"{path} is damaged or was not saved by this program ({reason}).")
 
 
 def open_run(
@@ -1300,9 +1312,10 @@ def open_run(
     `given` holds the settings named on the command line. A demo is replaced without asking, since
     it costs a minute; a full run only with --restart.
     """
-    files = [run / name for name in (BEST, STATE, METRICS)]
     wanted = {**PRESETS[given.get("preset", "laptop")], **given}
-    state = None if restart or not files[1].exists() else load_file(files[1])
+    state = None
+    if (run / STATE).exists() and not restart:
+        state = load_file(run / STATE)
     if state and resume:
         config = Config(**state["config"])
         named = wanted if "preset" in given else given
@@ -1315,10 +1328,8 @@ def open_run(
     if resume and not restart:
         print(f"Nothing to resume in {run}: starting afresh.")
     replaceable = restart or (config.demo and state is not None and state["config"]["demo"])
-    if any(file.exists() for file in files) and not replaceable:
+    if not replaceable and ((run / BEST).exists() or (run / STATE).exists()):
         raise UserError(f"{run} holds a run: --resume goes on with it, --restart replaces it.")
-    for file in files:
-        file.unlink(missing_ok=True)
     return config, None
 
 
@@ -1423,8 +1434,6 @@ class Translator:
             checkpoint = load_file(run / BEST)
         except FileNotFoundError as error:
             raise UserError(f"No trained model in {run}: --demo or --full trains one.") from error
-        if not isinstance(checkpoint, dict) or checkpoint.get("format") != FORMAT:
-            raise UserError(f"{run / BEST} is not a checkpoint of this program.")
         self.run, self.beam, self.config = run, beam, Config(**checkpoint["config"])
         self.tokenizers = []
         for language, wanted in zip(self.config.languages, checkpoint["tokenizers"], strict=True):
@@ -1533,14 +1542,6 @@ def infer(translator: Translator) -> None:
 
 # ---- Command line ----
 
-MODES = {
-    "demo": "train on the built-in pairs, then show translations",
-    "full": "train on the corpus in --data",
-    "infer": "translate what you type, or standard input line by line",
-    "evaluate": "score the test set in --data",
-    "download": "fetch the IWSLT'15 archives into --data",
-}
-
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; a setting that is not given is absent from what it returns."""
@@ -1551,7 +1552,13 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     modes = parser.add_mutually_exclusive_group()
-    for mode, text in MODES.items():
+    for mode, text in (
+        ("demo", "train on the built-in pairs, then show translations"),
+        ("full", "train on the corpus in --data"),
+        ("infer", "translate what you type, or standard input line by line"),
+        ("evaluate", "score the test set in --data"),
+        ("download", "fetch the IWSLT'15 archives into --data"),
+    ):
         modes.add_argument(flag(mode), dest="mode", action="store_const", const=mode, help=text)
     parser.add_argument("--resume", action="store_true", help="go on where training stopped")
     parser.add_argument("--restart", action="store_true", help="replace the run in the folder")
@@ -1577,18 +1584,17 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     given = {**({"preset": "demo"} if demo else {}), **given, "demo": demo}
     run = args.run or HERE / "runs" / f"{args.mode}-{given.get('direction', 'en-vi')}"
     keep_freed_memory()
-    place = find_place(args.device)
-    chief = place.rank == 0
+    device, chief = find_device(args.device), RANK == 0
     say = tqdm.write if chief else lambda text: None
     with lock_folder(run) if chief else contextlib.nullcontext():
-        config, state = open_run(run, given, args.resume, args.restart) if chief else (None, None)
-        prepared = prepare(config, args.data, run) if chief else None
-        if place.world > 1:  # the others wait here until everything is prepared
-            shared = [config, state]
+        shared = open_run(run, given, args.resume, args.restart) if chief else (None, None)
+        prepared = chief and prepare(shared[0], args.data, run, shared[1] and shared[1]["data"])
+        if WORLD > 1:  # the others wait here until everything is prepared
+            shared = list(shared)
             dist.broadcast_object_list(shared)
-            config, state = shared
-            prepared = prepared or prepare(config, args.data, run)
-        trainer = Trainer(config, prepared, place, run)
+            prepared = prepared or prepare(shared[0], args.data, run, "any")
+        config, state = shared
+        trainer = Trainer(config, prepared, device, run)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         if state:
             trainer.load(state)
@@ -1603,8 +1609,8 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
         say(
             "\n".join(prepared.report) + f"\n{c.direction}: {c.n_layers}+{c.n_layers} layers, "
             f"d_model {c.d_model}, {c.n_heads} heads, d_ff {c.d_ff}, vocabularies "
-            f"{trainer.vocab_sizes}: {parameters:,} parameters\n{place.world} process(es) on "
-            f"{place.device.type} (a CPU {bf16} bf16), {torch.get_num_threads()} threads each, "
+            f"{trainer.vocab_sizes}: {parameters:,} parameters\n{WORLD} process(es) on "
+            f"{device.type} (a CPU {bf16} bf16), {torch.get_num_threads()} threads each, "
             f"{trainer.precision}\n{plan}, {trainer.total / trainer.steps_per_epoch:.2f} epochs; "
             f"{16 * parameters / 1e6:,.0f} MB on disk, in {run}"
         )
@@ -1613,7 +1619,7 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
             return status
         say(f"Best dev loss {trainer.best:.3f}. {trainer.draw_curve()}")
     if demo:
-        show_demo(Translator(run, place.device, args.beam))
+        show_demo(Translator(run, device, args.beam))
     else:
         say(f"{TED_LICENCE}\nNext: --evaluate scores it, --infer translates.")
     return 0
@@ -1651,7 +1657,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             download(args.data)
             return 0
         run = args.run or find_run(given.get("direction", "en-vi"))
-        translator = Translator(run, find_place(args.device).device, args.beam)
+        translator = Translator(run, find_device(args.device), args.beam)
         direction = translator.config.direction
         if given.get("direction", direction) != direction:
             raise UserError(f"{run} translates {direction}, not {given['direction']}.")
@@ -1660,6 +1666,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        print(f"error: out of memory ({error}): lower --batch-tokens or --beam.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
