@@ -206,13 +206,13 @@ def load_pairs(
     folder: Path, part: str, languages: Sequence[str], required: bool = True
 ) -> list[Pair] | None:
     """Return the (source, target) lines of a part, empty ones too; None if absent, not required."""
-    archive, _, stems = ARCHIVES[part]
-    names = [f"{stems[0]}.{language}" for language in languages]
+    names = [f"{ARCHIVES[part][2][0]}.{language}" for language in languages]
     found = read_part(folder, part, languages)
     if found is None and not required:
         return None
     if found is None:
-        other = f", or {archive} from {ORIGIN}{archive} (--download fetches it)"
+        archives = " ".join(archive for archive, _, _ in ARCHIVES.values())
+        other = f", or the archives {archives} from {ORIGIN} (--download fetches them)"
         other = other if sorted(languages) == ["en", "vi"] else ""
         raise UserError(f"No {part} data in {folder}: put {' and '.join(names)} there{other}.")
     sides = []
@@ -1621,7 +1621,8 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     if demo:
         show_demo(Translator(run, device, args.beam))
     else:
-        say(f"{TED_LICENCE}\nNext: --evaluate scores it, --infer translates.")
+        licence = TED_LICENCE if sorted(config.languages) == ["en", "vi"] else ""
+        say(f"{licence}\nNext: --evaluate scores it, --infer translates.")
     return 0
 
 

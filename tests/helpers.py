@@ -4,11 +4,13 @@ Runs happen in this process, through `main`; another process (two seconds for to
 started only where the process itself matters.
 """
 
+import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +62,15 @@ def write_corpus(folder: Path) -> Path:
     for seed, (stem, count) in enumerate({"train": 300, "tst2012": 30, "tst2013": 20}.items()):
         write_part(folder, stem, made_up_pairs(count, seed))
     return folder
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums in one order in every process; such a model gains nothing from a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Result(NamedTuple):
