@@ -61,11 +61,12 @@ MAX_POSITIONS = 1024  # rows of the position table: no longer text enters the mo
 MAX_LEN, EXTRA_OUTPUT = 200, 50  # longest training side; how much longer a translation may get
 SMOOTHING, CLIP = 0.1, 1.0  # probability spread over all classes; largest norm of the gradient
 VALIDATE_EVERY, SAVE_EVERY = 500, 300  # steps, besides the end of each epoch; seconds
-RANK = int(os.environ.get("RANK", 0))  # under torchrun: number of this process,
+RANK = int(os.environ.get("RANK", 0))  # under torchrun: the number of this process,
 WORLD = int(os.environ.get("WORLD_SIZE", 1))  # and how many there are
 HERE = Path(__file__).resolve().parent
 BEST, STATE, METRICS = "best_iwslt_transformer.pth", "resume_state.pth", "metrics.jsonl"
 FORMAT = "iwslt-transformer-1"  # marks a checkpoint as ours
+
 Pair = tuple[str, str]  # source and target sentence
 Rows = list[np.ndarray]  # encoded sentences: an array of subword ids each
 KeysValues = tuple[Tensor, Tensor]  # each (B, heads, S, d_k)
@@ -79,15 +80,9 @@ class UserError(Exception):
 # ---- Configuration: what decides the result of a run. Each setting is a command-line flag. ----
 
 
-def setting(
-    default: Any,
-    help: str,
-    choices: Sequence[str] | None = None,
-    low: float = 0,
-    below: float = math.inf,
-) -> Any:
-    """Return a dataclass field with what its flag needs: default, help, values allowed."""
-    return field(default=default, metadata=dict(help=help, choices=choices, low=low, below=below))
+def setting(default: Any, help: str, least: float = 0, choices: Sequence[str] | None = None) -> Any:
+    """Return a dataclass field with all that its flag needs."""
+    return field(default=default, metadata=dict(help=help, least=least, choices=choices))
 
 
 def flag(name: str) -> str:
@@ -100,52 +95,49 @@ class Config:
     """The settings of one run; checkpoints carry them, and `--resume` insists on the same."""
 
     direction: str = setting("en-vi", "source and target language, as in the files' names")
-    preset: str = setting("laptop", "which set of defaults", ("demo", "laptop", "gpu"))
-    vocab_size: int = setting(8000, "subwords per language", low=300)
-    d_model: int = setting(256, "width of the model; even", low=2)
-    n_heads: int = setting(8, "attention heads; must divide d_model", low=1)
-    d_ff: int = setting(1024, "inner width of the feed-forward networks", low=1)
-    n_layers: int = setting(4, "encoder layers, and as many decoder layers", low=1)
-    dropout: float = setting(0.1, "share of activations dropped in training", below=1)
+    preset: str = setting("laptop", "set of defaults", choices=("demo", "laptop", "gpu"))
+    vocab_size: int = setting(8000, "subwords per language", 300)
+    d_model: int = setting(256, "width of the model; even", 2)
+    n_heads: int = setting(8, "attention heads; must divide d_model", 1)
+    d_ff: int = setting(1024, "inner width of the feed-forward networks", 1)
+    n_layers: int = setting(4, "encoder layers, and as many decoder layers", 1)
+    dropout: float = setting(0.1, "share of activations dropped in training")
     norm_first: bool = setting(True, "LayerNorm before each sub-layer (pre-norm)")
-    tie: str = setting("output", "target embedding as output matrix", ("output", "none"))
-    batch_tokens: int = setting(2048, "tokens of a batch on its longer side, with padding", low=16)
-    accumulate: int = setting(1, "batches that each process sums up for one step", low=1)
-    lr: float = setting(1.5e-3, "learning rate at the end of warm-up", low=1e-9, below=1)
-    warmup: int = setting(400, "steps of warm-up (a fifth of all steps at most)", low=1)
-    epochs: int = setting(10, "passes over the training pairs", low=1)
+    tie: str = setting("output", "target embedding as output matrix", choices=("output", "none"))
+    batch_tokens: int = setting(2048, "tokens of a batch on its longer side, with padding", 16)
+    accumulate: int = setting(1, "batches that each process sums up for one step", 1)
+    lr: float = setting(1.5e-3, "learning rate at the end of warm-up", 1e-9)
+    warmup: int = setting(400, "steps of warm-up (a fifth of all steps at most)", 1)
+    epochs: int = setting(10, "passes over the training pairs", 1)
     minutes: float = setting(0.0, "train about so long instead of counting epochs (0: off)")
-    precision: str = setting("auto", "arithmetic in training", ("auto", "fp32", "bf16", "fp16"))
+    precision: str = setting("auto", "arithmetic", choices=("auto", "fp32", "bf16", "fp16"))
     seed: int = setting(1, "seed of initialisation, batch order and dropout")
     demo: bool = False  # the built-in pairs instead of a corpus: set by --demo, so no flag
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, rule = getattr(self, item.name), item.metadata
-            if isinstance(value, int | float) and rule and not rule["low"] <= value < rule["below"]:
-                most = f" and below {rule['below']}" if rule["below"] < math.inf else ""
-                raise UserError(f"{flag(item.name)} must be at least {rule['low']}{most}: {value}.")
+            value, least = getattr(self, item.name), item.metadata.get("least", 0)
+            if not isinstance(value, str) and not least <= value < math.inf:
+                raise UserError(f"{flag(item.name)} must be at least {least}, not {value}.")
         if not re.fullmatch(r"([a-z]+)-(?!\1$)[a-z]+", self.direction):
-            raise UserError(
-                f"--direction must name two languages, as en-vi does: {self.direction}."
-            )
+            raise UserError(f"--direction must be two languages, like en-vi: {self.direction}.")
         if self.d_model % 2 or self.d_model % self.n_heads:
-            raise UserError("--d-model must be even and a multiple of --n-heads.")
+            raise UserError("--d-model must be even, and --n-heads must divide it.")
+        if max(self.dropout, self.lr) >= 1:
+            raise UserError("--dropout and --lr must be below 1.")
 
     @property
-    def languages(self) -> tuple[str, str]:
+    def languages(self) -> list[str]:
         """Source and target language."""
-        return tuple(self.direction.split("-"))
+        return self.direction.split("-")
 
 
+DEMO_SIZES = dict(vocab_size=600, d_model=128, n_heads=4, d_ff=256, n_layers=2)
+GPU_SIZES = dict(d_model=512, d_ff=2048, n_layers=6, dropout=0.3)
 PRESETS: dict[str, dict[str, Any]] = {
-    "demo": dict(
-        vocab_size=600, d_model=128, n_heads=4, d_ff=256, n_layers=2, batch_tokens=512, epochs=20
-    ),
+    "demo": DEMO_SIZES | dict(batch_tokens=512, epochs=20),
     "laptop": {},  # the defaults above
-    "gpu": dict(
-        d_model=512, d_ff=2048, n_layers=6, dropout=0.3, batch_tokens=16384, lr=1e-3, epochs=40
-    ),
+    "gpu": GPU_SIZES | dict(batch_tokens=16384, lr=1e-3, epochs=40),
 }
 
 
@@ -182,13 +174,13 @@ def read_part(folder: Path, part: str, languages: Sequence[str]) -> list[bytes] 
     Plain files (train.en, train.vi) go before the archive, whose members are read in memory:
     nothing is unpacked, so nothing can be written to a wrong place.
     """
-    archive, _, stems = ARCHIVES[part]
-    choices = [[f"{stem}.{language}" for language in languages] for stem in stems]
+    archive, choices = folder / ARCHIVES[part][0], ARCHIVES[part][2]
+    choices = [[f"{stem}.{language}" for language in languages] for stem in choices]
     for names in choices:
         if all((folder / name).is_file() for name in names):
             return [(folder / name).read_bytes() for name in names]
     try:
-        with tarfile.open(folder / archive) as tar:
+        with tarfile.open(archive) as tar:
             members = {Path(m.name).name: m for m in tar.getmembers() if m.isfile()}
             for names in choices:
                 if members.keys() >= set(names):
@@ -196,9 +188,7 @@ def read_part(folder: Path, part: str, languages: Sequence[str]) -> list[bytes] 
     except FileNotFoundError:
         return None
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise UserError(
-            f"{folder / archive} is no sound .tgz ({error}): fetch it again."
-        ) from error
+        raise UserError(f"{archive} is no sound .tgz ({error}): fetch it again.") from error
     return None
 
 
@@ -224,11 +214,9 @@ def load_pairs(
             raise UserError(f"{folder}: {name}, line {line} is not UTF-8: convert it.") from error
         # Only a newline ends a line: splitlines() would cut at rarer characters and misalign.
         sides.append([clean(line) for line in text.removesuffix("\n").split("\n")] if text else [])
+    counts = [f"{name} has {len(side):,} lines" for name, side in zip(names, sides, strict=True)]
     if len(sides[0]) != len(sides[1]):
-        counts = " but ".join(
-            f"{n} has {len(s):,} lines" for n, s in zip(names, sides, strict=True)
-        )
-        raise UserError(f"{folder}: {counts}; line n of one must translate line n of the other.")
+        raise UserError(f"{folder}: {' but '.join(counts)}; line n must translate line n.")
     return list(zip(*sides, strict=True))
 
 
@@ -268,9 +256,7 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UserError(
-            f"{path} could not be written ({error}): nothing there was changed."
-        ) from error
+        raise UserError(f"{path} could not be written ({error}): nothing was changed.") from error
 
 
 # ---- The demo's data: everyday sentences made from a small table of phrases ----
@@ -281,45 +267,30 @@ def table(text: str) -> dict[str, str]:
     return dict(entry.strip().split(" = ") for entry in text.split(","))
 
 
-# All the words the demo knows, besides those of the patterns below.
-SUBJECTS = table(
-    "i = tôi, we = chúng tôi, you = bạn, they = họ, he = anh ấy, she = cô ấy, "
-    "my mother = mẹ tôi, my father = bố tôi"
-)
-FEELINGS = table(
-    "happy = vui, sad = buồn, tired = mệt, busy = bận, hungry = đói, thirsty = khát, "
-    "sleepy = buồn ngủ, well = khỏe"
-)
-ACTIONS = table(
-    "drink coffee = uống cà phê, drink tea = uống trà, eat rice = ăn cơm, eat pho = ăn phở, "
-    "read books = đọc sách, read the newspaper = đọc báo, watch television = xem ti vi, "
-    "listen to music = nghe nhạc, play football = đá bóng, "
-    "learn english = học tiếng anh, learn vietnamese = học tiếng việt"
-)
-PLACES = table(
-    "market = chợ, supermarket = siêu thị, restaurant = nhà hàng, park = công viên, "
-    "library = thư viện, hospital = bệnh viện, bank = ngân hàng, post office = bưu điện"
-)
+SUBJECTS = table("""i = tôi, we = chúng tôi, you = bạn, they = họ, he = anh ấy, she = cô ấy,
+    my mother = mẹ tôi, my father = bố tôi""")
+FEELINGS = table("""happy = vui, sad = buồn, tired = mệt, busy = bận, hungry = đói, thirsty = khát,
+    sleepy = buồn ngủ, well = khỏe""")
+ACTIONS = table("""drink coffee = uống cà phê, drink tea = uống trà, eat rice = ăn cơm,
+    eat pho = ăn phở, read books = đọc sách, read the newspaper = đọc báo,
+    watch television = xem ti vi, listen to music = nghe nhạc, play football = đá bóng,
+    learn english = học tiếng anh, learn vietnamese = học tiếng việt""")
+PLACES = table("""market = chợ, supermarket = siêu thị, restaurant = nhà hàng, park = công viên,
+    library = thư viện, hospital = bệnh viện, bank = ngân hàng, post office = bưu điện""")
 # A counted or pointed-at thing takes a classifier, the first word here: "quyển sách", a book.
-THINGS = table(
-    "book = quyển sách, pen = cái bút, bag = cái túi, phone = chiếc điện thoại, "
-    "bicycle = chiếc xe đạp, car = chiếc ô tô, cat = con mèo, dog = con chó"
-)
+THINGS = table("""book = quyển sách, pen = cái bút, bag = cái túi, phone = chiếc điện thoại,
+    bicycle = chiếc xe đạp, car = chiếc ô tô, cat = con mèo, dog = con chó""")
 QUALITIES = table("beautiful = đẹp, expensive = đắt, cheap = rẻ, big = to, small = nhỏ")
 POINTERS = table("this = này, that = kia")
 HABITS = table("every day = mỗi ngày, every morning = mỗi sáng, every evening = mỗi tối")
 TIMES = table("today = hôm nay, tonight = tối nay, tomorrow = ngày mai")
-QUESTION_WORDS = ("am", "are", "is", "do", "does", "how", "what", "where")
-
 # Tables made from those: only English verbs change their form, only classifiers drop out.
 ASKED = dict(itertools.islice(SUBJECTS.items(), 2, None))  # nobody asks "am i hungry"
 PLANS = ACTIONS | {f"go to the {en}": f"đi {vi}" for en, vi in PLACES.items()}
-VERBS = [(*en.partition(" "), vi) for en, vi in ACTIONS.items()]
-DOING = {f"{verb}ing {rest}": vi for verb, _, rest, vi in VERBS}
-DOES = {
-    f"{verb}/{verb}{'es' if verb == 'watch' else 's'} {rest}": vi for verb, _, rest, vi in VERBS
-}
-BARE = {en: vi.split(" ", 1)[1] for en, vi in THINGS.items()}
+VERBS = [(*en.partition(" ")[::2], vi) for en, vi in ACTIONS.items()]
+DOING = {f"{verb}ing {rest}": vi for verb, rest, vi in VERBS}
+DOES = {f"{verb}/{verb}{'e' * (verb == 'watch')}s {rest}": vi for verb, rest, vi in VERBS}
+BARE = {en: vi.partition(" ")[2] for en, vi in THINGS.items()}
 
 # {0}, {1}, {2} are filled from the tables that follow; of "am/are/is" the subject picks one.
 PATTERNS = [
@@ -350,12 +321,7 @@ PATTERNS = [
     ("where am/are/is {0}", "{0} đang ở đâu", ASKED),
     ("what am/are/is {0} doing", "{0} đang làm gì", ASKED),
 ]
-
-
-def agree(sentence: str, subject: str) -> str:
-    """Of each choice like "am/are/is" or "want/wants" keep the form that fits the subject."""
-    which = {"i": 0, "we": -2, "you": -2, "they": -2}.get(subject, -1)
-    return " ".join(word.split("/")[which] if "/" in word else word for word in sentence.split())
+FORMS = {"i": 0, "we": -2, "you": -2, "they": -2}  # of "am/are/is"; all others take the last
 
 
 def demo_pairs() -> tuple[list[Pair], list[Pair]]:
@@ -370,9 +336,11 @@ def demo_pairs() -> tuple[list[Pair], list[Pair]]:
             if (shift + sum(i for i, _ in cells)) % step:
                 continue
             en, vi = zip(*(entry for _, entry in cells), strict=True)
-            pair = agree(english.format(*en), en[0]), vietnamese.format(*vi)
+            words = (w.split("/") for w in english.format(*en).split())
+            forms = [w[FORMS.get(en[0], -1)] if len(w) > 1 else w[0] for w in words]
             # Every seventh sentence is kept from training, where two words or more combine.
-            (held_out if len(tables) > 1 and taken % 7 == 5 else train).append(pair)
+            chosen = held_out if len(tables) > 1 and taken % 7 == 5 else train
+            chosen.append((" ".join(forms), vietnamese.format(*vi)))
             taken += 1
     return train, held_out
 
@@ -382,8 +350,9 @@ def styled(pairs: Sequence[Pair]) -> list[Pair]:
     styles = []
     for pair in pairs:
         capital = tuple(text[0].upper() + text[1:] for text in pair)
-        end = " ?" if pair[0].split()[0] in QUESTION_WORDS else " ."
-        styles += [pair, capital, tuple(t + end for t in pair), tuple(t + end for t in capital)]
+        question = pair[0].split()[0] in ("am", "are", "is", "do", "does", "how", "what", "where")
+        ended = [tuple(text + (" ?" if question else " .") for text in p) for p in (pair, capital)]
+        styles += [pair, capital, *ended]
     return styles
 
 
@@ -433,19 +402,22 @@ def train_bpe(lines: Iterable[str], vocab_size: int) -> Tokenizer:
     A piece may be a word with the space before it, so that decoding restores every space. Ids 0, 1
     and 2 are reserved, but no text stands for them: a typed "<pad>" is five characters.
     """
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad>", "<bos>", "<eos>"]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend(" ")])
     words = pre_tokenizers.Split(Regex(" ?[^ ]+| +"), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<pad>", "<bos>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    tokenizer.train_from_iterator(
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=special,
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
     )
-    tokenizer.train_from_iterator(lines, trainer)
     description = json.loads(tokenizer.to_str())
     description["added_tokens"] = []  # the ids stay reserved; the names lose their power over text
     return Tokenizer.from_str(json.dumps(description))
@@ -464,16 +436,6 @@ def ids_to_text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 def text_hash(text: str) -> str:
     """Return the SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-class Prepared(NamedTuple):
-    """What training needs of the data; `train` and `dev` are source rows and target rows."""
-
-    tokenizers: list[Tokenizer]
-    train: list[Rows]
-    dev: list[Rows]
-    report: list[str]  # what was read, dropped and held out
-    fingerprint: str  # of the text and the settings that it was prepared with
 
 
 def encode_pairs(
@@ -500,6 +462,16 @@ def encode_pairs(
     if not kept:
         raise UserError(f"No usable sentence pair. {report}.")
     return [list(side) for side in zip(*kept, strict=True)], report
+
+
+class Prepared(NamedTuple):
+    """What training needs of the data."""
+
+    tokenizers: list[Tokenizer]
+    train: list[Rows]  # source rows and target rows
+    dev: list[Rows]
+    report: list[str]  # what was read, dropped and held out
+    fingerprint: str  # of the text and the settings that it was prepared with
 
 
 def prepare(config: Config, data: Path, run: Path, resumed: str | None = None) -> Prepared:
@@ -529,10 +501,11 @@ def prepare(config: Config, data: Path, run: Path, resumed: str | None = None) -
             f"The text is not the one that {run} was started with: give the same --data."
         )
 
-    cache, stored = run / "prepared.pth", None
+    cache, stored = run / "prepared.pth", {}
     with contextlib.suppress(Exception):  # whatever is wrong with the cache: prepare again
         stored = torch.load(cache, weights_only=True)
-    if stored and stored["fingerprint"] == fingerprint:
+    cached = stored.get("fingerprint") == fingerprint
+    if cached:
         tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
         train, dev = (
             [np.split(flat.numpy(), np.cumsum(lengths)[:-1]) for flat, lengths in sides]
@@ -544,18 +517,18 @@ def prepare(config: Config, data: Path, run: Path, resumed: str | None = None) -
         train, train_report = encode_pairs(train, tokenizers, "train")
         dev, dev_report = encode_pairs(dev, tokenizers, "dev")
         report += [train_report, dev_report]
-        stored = None
     if resumed is None:
         for name in (BEST, STATE, METRICS):
             (run / name).unlink(missing_ok=True)
-    texts = [tokenizer.to_str() for tokenizer in tokenizers]
-    for language, text in zip(config.languages, texts, strict=True):
-        write_file(run / f"{language}_tokenizer.json", text.encode("utf-8"))
-    if not stored:
+    if RANK == 0:
+        for language, tokenizer in zip(config.languages, tokenizers, strict=True):
+            write_file(run / f"{language}_tokenizer.json", tokenizer.to_str().encode("utf-8"))
+    if not cached:
         sets = [
             [(torch.from_numpy(np.concatenate(rows)), list(map(len, rows))) for rows in sides]
             for sides in (train, dev)
         ]
+        texts = [tokenizer.to_str() for tokenizer in tokenizers]
         stored = {"fingerprint": fingerprint, "tokenizers": texts, "sets": sets, "report": report}
         write_file(cache, lambda file: torch.save(stored, file))
     return Prepared(tokenizers, train, dev, report, fingerprint)
@@ -643,14 +616,13 @@ class PositionalEncoding(nn.Module):
         super().__init__()
         if d_model % 2:
             raise ValueError(f"d_model must be even (sine and cosine in pairs), got {d_model}")
-        position = torch.arange(max_len, dtype=torch.float32)[:, None]
         rate = torch.exp(torch.arange(0, d_model, 2) * (-math.log(10000.0) / d_model))
-        table = torch.stack([torch.sin(position * rate), torch.cos(position * rate)], dim=-1)
-        self.register_buffer("table", table.view(max_len, d_model), persistent=False)
+        angle = torch.arange(max_len, dtype=torch.float32)[:, None] * rate
+        table = torch.stack([angle.sin(), angle.cos()], dim=-1).view(max_len, d_model)
+        self.register_buffer("table", table, persistent=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, start: int = 0) -> Tensor:
-        """The first vector of x stands at position `start`."""
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:  # x[:, 0] stands at position `start`
         end = start + x.size(1)
         if end > self.table.size(0):
             raise ValueError(f"input of {end} positions, but the table has {self.table.size(0)}")
@@ -658,11 +630,7 @@ class PositionalEncoding(nn.Module):
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask = None,
-    dropout: Callable[[Tensor], Tensor] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask = None, dropout: Callable | None = None
 ) -> tuple[Tensor, Tensor]:
     """softmax(Q K^T / sqrt(d_k)) V (section 3.2.1).
 
@@ -689,14 +657,10 @@ class MultiHeadAttention(nn.Module):
         if d_model % n_heads:
             raise ValueError(f"n_heads must divide d_model, got {n_heads} and {d_model}")
         self.n_heads, self.d_k = n_heads, d_model // n_heads
-        self.w_q = nn.Linear(d_model, d_model)
-        self.w_k = nn.Linear(d_model, d_model)
-        self.w_v = nn.Linear(d_model, d_model)
-        self.w_o = nn.Linear(d_model, d_model)
+        self.w_q, self.w_k, self.w_v, self.w_o = (nn.Linear(d_model, d_model) for _ in range(4))
         self.dropout = nn.Dropout(dropout)
 
-    def split_heads(self, x: Tensor) -> Tensor:
-        """(B, S, d_model) -> (B, heads, S, d_k)"""
+    def split_heads(self, x: Tensor) -> Tensor:  # (B, S, d_model) -> (B, heads, S, d_k)
         return x.view(x.size(0), -1, self.n_heads, self.d_k).transpose(1, 2)
 
     def keys_values(self, memory: Tensor) -> KeysValues:
@@ -720,8 +684,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.linear1 = nn.Linear(d_model, d_ff)
-        self.linear2 = nn.Linear(d_ff, d_model)
+        self.linear1, self.linear2 = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -737,8 +700,7 @@ class Residual(nn.Module):
 
     def __init__(self, d_model: int, dropout: float, norm_first: bool) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.norm, self.dropout = nn.LayerNorm(d_model), nn.Dropout(dropout)
         self.norm_first = norm_first
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -766,13 +728,10 @@ class EncoderLayer(nn.Module):
 
 @dataclass
 class LayerCache:
-    """Keys and values that a decoder layer need not compute again while it writes.
+    """Keys and values that a decoder layer need not compute again while it writes."""
 
-    The memory's are computed once, the target's grow by one position a step.
-    """
-
-    memory: KeysValues
-    target: KeysValues | None = None
+    memory: KeysValues  # computed once
+    target: KeysValues | None = None  # grows by one position a step
 
     def extend(self, newest: KeysValues) -> KeysValues:
         """Append the newest positions' keys and values; return those of all positions."""
@@ -783,7 +742,11 @@ class LayerCache:
 
 
 class DecoderLayer(nn.Module):
-    """Masked self-attention, cross-attention to the encoder's memory, feed-forward."""
+    """Masked self-attention, cross-attention to the encoder's memory, feed-forward.
+
+    x (B, T, d_model) -> same, reading memory (B, S, d_model). With a cache, x holds only the
+    positions since the last call, and memory is not read.
+    """
 
     def __init__(
         self, d_model: int, n_heads: int, d_ff: int, dropout: float, norm_first: bool = False
@@ -804,11 +767,6 @@ class DecoderLayer(nn.Module):
         src_mask: Mask = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Map x (B, T, d_model) to the same shape, reading memory (B, S, d_model).
-
-        With a cache, x holds only the positions since the last call, and memory is not read.
-        """
-
         def self_attend(y: Tensor) -> Tensor:
             newest = self.self_attention.keys_values(y)
             keys_values = cache.extend(newest) if cache else newest
@@ -875,11 +833,7 @@ class Transformer(nn.Module):
         return self.encoder_norm(x)
 
     def decode(
-        self,
-        tgt: Tensor,
-        memory: Tensor | None,
-        src: Tensor,
-        caches: list[LayerCache] | None = None,
+        self, tgt: Tensor, memory: Tensor | None, src: Tensor, caches: Sequence[LayerCache] = ()
     ) -> Tensor:
         """Map decoder input ids (B, T) to states (B, T, d_model), before the output matrix.
 
@@ -891,7 +845,7 @@ class Transformer(nn.Module):
         if not caches:
             tgt_mask = tgt_mask & padding_mask(tgt)
         x, src_mask = self.position(self.tgt_embedding(tgt), past), padding_mask(src)
-        for layer, cache in zip(self.decoder, caches or [None] * len(self.decoder), strict=True):
+        for layer, cache in itertools.zip_longest(self.decoder, caches):
             x = layer(x, memory, tgt_mask, src_mask, cache)
         return self.decoder_norm(x)
 
@@ -955,14 +909,15 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         apple = "mps" if torch.backends.mps.is_available() else "cpu"
         name = "cuda" if torch.cuda.is_available() else apple
+    if name == "cuda" and WORLD > 1:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"--device {name} cannot be used here ({reason}).") from error
     if WORLD > 1:
-        if name == "cuda":
-            name = f"cuda:{os.environ['LOCAL_RANK']}"
+        if name.startswith("cuda"):
             torch.cuda.set_device(name)
         dist.init_process_group("nccl" if name.startswith("cuda") else "gloo")
     return torch.device(name)
@@ -1025,28 +980,25 @@ class Trainer:
     the step: so weights, optimizer and the step number are all that an exact resume needs.
     """
 
-    def __init__(self, config: Config, prepared: Prepared, device: torch.device, run: Path):
+    def __init__(self, config: Config, prepared: Prepared, device: torch.device, run: Path) -> None:
         self.config, self.prepared, self.device, self.run = config, prepared, device, run
         self.vocab_sizes = [tokenizer.get_vocab_size() for tokenizer in prepared.tokenizers]
         self.borders = [Moses(language) for language in config.languages]
         torch.manual_seed(config.seed)
         self.model = build_model(config, self.vocab_sizes).to(device)
-        if device.type == "cpu":
-            for module in list(self.model.modules()):
-                for name, child in module.named_children():
-                    if isinstance(child, nn.Dropout):
-                        setattr(module, name, FastDropout(child.p))
+        for module in list(self.model.modules()) if device.type == "cpu" else ():
+            if isinstance(getattr(module, "dropout", None), nn.Dropout):
+                module.dropout = FastDropout(config.dropout)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.precision = choose_precision(config.precision, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+        fused = device.type != "mps"
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=device.type != "mps"
+            self.model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=fused
         )
-        self.step, self.total = 0, 0
-        self.best, self.seconds = math.inf, 0.0  # lowest dev loss; time spent in earlier sessions
+        self.step, self.total, self.best, self.wish_to_stop = 0, 0, math.inf, False
         self.metrics: list[dict[str, float]] = []
-        self.wish_to_stop = False
         self.planned: tuple[int, list[list[np.ndarray]]] = (-1, [])
         self.steps_per_epoch = len(self.groups(0))
 
@@ -1135,22 +1087,20 @@ class Trainer:
         middle = time.perf_counter()
         self.dev_loss()
         validations = 1 / min(self.steps_per_epoch, VALIDATE_EVERY)  # a step's share of them
-        per_step = (middle - start) / len(sample) + (time.perf_counter() - middle) * validations
+        seconds = (middle - start) / len(sample) + (time.perf_counter() - middle) * validations
+        per_step = torch.tensor(seconds, device=self.device)
         if WORLD > 1:
-            slowest = torch.tensor(per_step, device=self.device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            per_step = float(slowest)
-        self.total = self.config.epochs * self.steps_per_epoch
-        if self.config.minutes:
-            self.total = max(1, round(self.config.minutes * 60 / per_step))
-        return self.total * per_step
+            dist.all_reduce(per_step, dist.ReduceOp.MAX)
+        steps_in_time = max(1, round(self.config.minutes * 60 / float(per_step)))
+        in_epochs = self.config.epochs * self.steps_per_epoch
+        self.total = steps_in_time if self.config.minutes else in_epochs
+        return self.total * float(per_step)
 
     def validate(self, loss: float, speed: float) -> None:
         """Measure the dev loss, keep the weights if they are the best; print it and two samples."""
         dev_loss, epoch = self.dev_loss(), self.step / self.steps_per_epoch
-        self.metrics.append(
-            {"step": self.step, "epoch": epoch, "loss": loss, "dev_loss": dev_loss, "speed": speed}
-        )
+        row = {"step": self.step, "epoch": epoch, "loss": loss, "dev_loss": dev_loss}
+        self.metrics.append({**row, "tokens_per_second": speed})
         tqdm.write(
             f"epoch {epoch:.2f}, step {self.step:,}: loss {loss:.3f}, dev loss {dev_loss:.3f}, "
             f"perplexity {math.exp(min(dev_loss, 99)):.1f}{' (best)' * (dev_loss < self.best)}"
@@ -1171,33 +1121,33 @@ class Trainer:
         samples = [rows[len(rows) // 3], rows[2 * len(rows) // 3]]
         for sample in zip(samples, translate_ids(self.model, samples, beam=1), strict=True):
             texts = map(ids_to_text, self.prepared.tokenizers, sample)
-            texts = [border.to_text(text) for border, text in zip(self.borders, texts, strict=True)]
-            tqdm.write("    " + "\n     -> ".join(texts))
+            source, output = (b.to_text(t) for b, t in zip(self.borders, texts, strict=True))
+            tqdm.write(f"    {source}\n     -> {output}")
 
-    def save(self, seconds: float) -> None:
+    def save(self) -> None:
         """Write what an exact resume needs, and the metrics so far."""
         state = {
             "format": FORMAT,
             "data": self.prepared.fingerprint,
             "config": asdict(self.config),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "progress": [self.step, self.total, self.best, self.seconds + seconds, self.metrics],
+            "progress": [self.step, self.total, self.best, self.metrics],
         }
-        write_file(self.run / STATE, lambda file: torch.save(state, file))
+        parts = {
+            name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scaler")
+        }
+        write_file(self.run / STATE, lambda file: torch.save(state | parts, file))
         lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
         write_file(self.run / METRICS, lines.encode("utf-8"))
 
     def load(self, state: dict[str, Any]) -> None:
         """Go back to where `save` wrote this state."""
-        for part in ("model", "optimizer", "scaler"):
-            getattr(self, part).load_state_dict(state[part])
-        self.step, self.total, self.best, self.seconds, self.metrics = state["progress"]
+        for name in ("model", "optimizer", "scaler"):
+            getattr(self, name).load_state_dict(state[name])
+        self.step, self.total, self.best, self.metrics = state["progress"]
 
     def run_to_end(self) -> int:
         """Train, saving as it goes; return 0, or 128 + the number of the signal that stopped it."""
-        started = saved = counted = time.monotonic()
+        saved = counted = time.monotonic()
         loss, tokens = 0.0, 0  # smoothed loss; target tokens since `counted`
         disable = True if RANK else None  # None: shown only on a terminal
         bar = tqdm(total=self.total, initial=self.step, unit="step", disable=disable)
@@ -1206,27 +1156,28 @@ class Trainer:
                 self.wish_to_stop = bool(caught)
                 newest, new_tokens = self.update()
                 loss, tokens = 0.95 * loss + 0.05 * newest if loss else newest, tokens + new_tokens
-                now = time.monotonic()
-                rate, speed = self.optimizer.param_groups[0]["lr"], tokens / (now - counted)
-                text = f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} target tokens/s"
-                bar.set_postfix_str(text, refresh=False)
+                rate, now = self.optimizer.param_groups[0]["lr"], time.monotonic()
+                speed = tokens / (now - counted)
+                bar.set_postfix_str(
+                    f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} target tokens/s", refresh=False
+                )
                 bar.update()
                 ended = self.step % self.steps_per_epoch == 0 or self.step == self.total
-                validating = RANK == 0 and (ended or self.step % VALIDATE_EVERY == 0)
-                if validating:
-                    self.validate(loss, speed)
-                    counted, tokens = time.monotonic(), 0
-                elif RANK == 0 and self.step % 50 == 0:
-                    self.metrics.append({"step": self.step, "loss": loss, "rate": rate})
                 stop = self.wish_to_stop and self.step < self.total
-                if validating or (RANK == 0 and (stop or now - saved > SAVE_EVERY)):
-                    saved = time.monotonic()
-                    self.save(saved - started)
-                if stop:
-                    if RANK == 0:
+                if RANK == 0:
+                    if validating := ended or self.step % VALIDATE_EVERY == 0:
+                        self.validate(loss, speed)
+                        counted, tokens = time.monotonic(), 0
+                    elif self.step % 50 == 0:
+                        self.metrics.append({"step": self.step, "loss": loss, "rate": rate})
+                    if validating or stop or now - saved > SAVE_EVERY:
+                        self.save()
+                        saved = time.monotonic()
+                    if stop:
                         tqdm.write(
                             f"Stopped after step {self.step:,}: --resume goes on from there."
                         )
+                if stop:
                     return 128 + (caught[0] if caught else signal.SIGTERM)
         return 0
 
@@ -1324,13 +1275,13 @@ def open_run(
             before = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in differing)
             raise UserError(f"{run} was started with {before}: keep that, or begin with --restart.")
         return config, state
-    config = Config(**wanted)
+    replaceable = restart or (given["demo"] and state is not None and state["config"]["demo"])
+    if not replaceable and (state or (run / BEST).exists()):
+        advice = "--resume goes on with it, " if state else ""
+        raise UserError(f"{run} holds a run: {advice}--restart replaces it.")
     if resume and not restart:
         print(f"Nothing to resume in {run}: starting afresh.")
-    replaceable = restart or (config.demo and state is not None and state["config"]["demo"])
-    if not replaceable and ((run / BEST).exists() or (run / STATE).exists()):
-        raise UserError(f"{run} holds a run: --resume goes on with it, --restart replaces it.")
-    return config, None
+    return Config(**wanted), None
 
 
 # ---- Search ----
