@@ -28,7 +28,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gzip
 import hashlib
+import http.client
 import io
 import itertools
 import json
@@ -168,8 +170,8 @@ def clean(text: str) -> str:
     return " ".join(CONTROL.sub(" ", unicodedata.normalize("NFC", text)).split())
 
 
-def read_part(folder: Path, part: str, languages: Sequence[str]) -> list[bytes] | None:
-    """Return the bytes of one part of the corpus, source and target; None where it is absent.
+def read_part(folder: Path, part: str, languages: Sequence[str]) -> dict[str, bytes]:
+    """Return name and content of a part's two files, source first; nothing where it is absent.
 
     Plain files (train.en, train.vi) go before the archive, whose members are read in memory:
     nothing is unpacked, so nothing can be written to a wrong place.
@@ -178,44 +180,47 @@ def read_part(folder: Path, part: str, languages: Sequence[str]) -> list[bytes] 
     choices = [[f"{stem}.{language}" for language in languages] for stem in choices]
     for names in choices:
         if all((folder / name).is_file() for name in names):
-            return [(folder / name).read_bytes() for name in names]
-    try:
-        with tarfile.open(archive) as tar:
+            return {name: (folder / name).read_bytes() for name in names}
+    try:  # decompress all of it first: only that verifies the checksum
+        content = io.BytesIO(gzip.decompress(archive.read_bytes()))
+        with tarfile.open(fileobj=content) as tar:
             members = {Path(m.name).name: m for m in tar.getmembers() if m.isfile()}
             for names in choices:
                 if members.keys() >= set(names):
-                    return [tar.extractfile(members[name]).read() for name in names]
+                    return {name: tar.extractfile(members[name]).read() for name in names}
     except FileNotFoundError:
-        return None
+        return {}
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise UserError(f"{archive} is no sound .tgz ({error}): fetch it again.") from error
-    return None
+    return {}
 
 
 def load_pairs(
     folder: Path, part: str, languages: Sequence[str], required: bool = True
 ) -> list[Pair] | None:
     """Return the (source, target) lines of a part, empty ones too; None if absent, not required."""
-    names = [f"{ARCHIVES[part][2][0]}.{language}" for language in languages]
     found = read_part(folder, part, languages)
-    if found is None and not required:
+    if not found and not required:
         return None
-    if found is None:
+    if not found:
+        names = " and ".join(f"{ARCHIVES[part][2][0]}.{language}" for language in languages)
         archives = " ".join(archive for archive, _, _ in ARCHIVES.values())
         other = f", or the archives {archives} from {ORIGIN} (--download fetches them)"
         other = other if sorted(languages) == ["en", "vi"] else ""
-        raise UserError(f"No {part} data in {folder}: put {' and '.join(names)} there{other}.")
+        raise UserError(f"No {part} data in {folder}: put {names} there{other}.")
     sides = []
-    for data, name in zip(found, names, strict=True):
+    for name, data in found.items():
         try:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            line = data.count(b"\n", 0, error.start) + 1
+            line = error.object.count(b"\n", 0, error.start) + 1
             raise UserError(f"{folder}: {name}, line {line} is not UTF-8: convert it.") from error
         # Only a newline ends a line: splitlines() would cut at rarer characters and misalign.
         sides.append([clean(line) for line in text.removesuffix("\n").split("\n")] if text else [])
-    counts = [f"{name} has {len(side):,} lines" for name, side in zip(names, sides, strict=True)]
     if len(sides[0]) != len(sides[1]):
+        counts = (
+            f"{name} has {len(side):,} lines" for name, side in zip(found, sides, strict=True)
+        )
         raise UserError(f"{folder}: {' but '.join(counts)}; line n must translate line n.")
     return list(zip(*sides, strict=True))
 
@@ -224,20 +229,21 @@ def download(folder: Path) -> None:
     """Fetch what is missing of the archives, verified by git blob id (`git hash-object FILE`)."""
     for archive, wanted, _ in ARCHIVES.values():
         path, content = folder / archive, io.BytesIO()
-        if not path.is_file():
+        fetch = not path.is_file()
+        if fetch:
             try:
                 with urllib.request.urlopen(ORIGIN + archive, timeout=30) as response:
                     size = int(response.headers.get("Content-Length") or 0) or None
                     with tqdm(total=size, unit="B", unit_scale=True, desc=archive) as bar:
                         while block := response.read(1 << 16):
                             bar.update(content.write(block))
-            except OSError as error:
-                raise UserError(f"{ORIGIN}{archive} could not be fetched: {error}.") from error
-        data = content.getvalue() or path.read_bytes()
+            except (OSError, http.client.HTTPException) as error:
+                raise UserError(f"{ORIGIN}{archive} could not be fetched: {error!r}.") from error
+        data = content.getvalue() if fetch else path.read_bytes()
         if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != wanted:
-            where = path if path.is_file() else ORIGIN + archive
+            where = ORIGIN + archive if fetch else path
             raise UserError(f"{where} is not the expected file (git blob id {wanted}): not used.")
-        if content.getvalue():
+        if fetch:
             write_file(path, data)
         print(f"{path}: {len(data):,} bytes, verified")
     print(TED_LICENCE)
@@ -254,9 +260,10 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        raise UserError(f"{path} could not be written ({error}): nothing was changed.") from error
+    finally:  # gone already where all went well
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise UserError(f"{path} could not be written ({error}): nothing was changed.") from error
 
 
 # ---- The demo's data: everyday sentences made from a small table of phrases ----
@@ -359,6 +366,10 @@ def styled(pairs: Sequence[Pair]) -> list[Pair]:
 # ---- Text: people's and the corpus's ----
 
 
+STRAIGHT = str.maketrans("’‘“”", "''\"\"")  # telephones type curly quotes, IWSLT has none
+VIETNAMESE_TITLES = ("TP", "TS", "ThS", "GS", "PGS", "BS")  # unknown to sacremoses
+
+
 class Moses:
     """The border between people's text, It's, and the corpus's, It &apos;s.
 
@@ -370,9 +381,10 @@ class Moses:
         from sacremoses import MosesDetokenizer, MosesTokenizer
 
         self.tokenizer, self.detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
+        self.short = {*self.tokenizer.NONBREAKING_PREFIXES, *VIETNAMESE_TITLES}
 
     def to_corpus(self, text: str) -> str:
-        return clean(self.tokenizer.tokenize(text, return_str=True))
+        return clean(self.tokenizer.tokenize(text.translate(STRAIGHT), return_str=True))
 
     def to_text(self, corpus: str) -> str:
         return clean(self.detokenizer.detokenize(corpus.split()))
@@ -386,7 +398,7 @@ class Moses:
         parts, start = [], 0
         for match in re.finditer(r"([.!?…]+)[\"'”’»)\]]*\s+(?=\S)", text):
             word = text[start : match.start()].rpartition(" ")[2].lstrip("\"'“‘«([")
-            short = word in self.tokenizer.NONBREAKING_PREFIXES or "." in word
+            short = word in self.short or "." in word
             if not text[match.end()].islower() and not (match[1] == "." and short):
                 parts.append(text[start : match.end()].rstrip())
                 start = match.end()
@@ -400,9 +412,10 @@ def train_bpe(lines: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn byte-level BPE (Sennrich et al., 2016): every text can be written, none is unknown.
 
     A piece may be a word with the space before it, so that decoding restores every space. Ids 0, 1
-    and 2 are reserved, but no text stands for them: a typed "<pad>" is five characters.
+    and 2 are reserved, but no text stands for them: a typed "<pad>" is five characters. (The names
+    that the library wants for them end with a space, which no byte-level piece contains.)
     """
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad>", "<bos>", "<eos>"]
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad> ", "<bos> ", "<eos> "]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend(" ")])
     words = pre_tokenizers.Split(Regex(" ?[^ ]+| +"), "isolated")

@@ -84,9 +84,9 @@ class Result(NamedTuple):
         """Return the one sentence of a refusal, after checking that it is nothing else."""
         assert self.status == 2, self
         assert "Traceback" not in self.err
-        assert len(self.err.splitlines()) == 1, self.err
-        assert self.err.startswith("error: ")
-        return self.err
+        told = [line for line in self.err.splitlines() if not line.startswith("Model: ")]
+        assert len(told) == 1 and told[0].startswith("error: "), self.err
+        return told[0]
 
 
 def run_main(lesson8: Any, capsys: Any, *arguments: object) -> Result:

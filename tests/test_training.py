@@ -175,7 +175,7 @@ class Code:
 DAMAGES = {
     "cut short": lambda path, marker: path.write_bytes(path.read_bytes()[:-3000]),
     "empty": lambda path, marker: path.write_bytes(b""),
-    "text": lambda path, marker: path.write_text("hello\n"),
+    "text": lambda path, marker: path.write_text("hello\n", encoding="utf-8"),
     "of another program": lambda path, marker: torch.save({"model": {}, "epoch": 3}, path),
     "a list": lambda path, marker: torch.save([1, 2], path),
     "torch file with code": lambda path, marker: torch.save({"format": Code(marker)}, path),
@@ -224,7 +224,7 @@ def test_swapped_tokenizer_file_is_refused(lesson8, command, copy):
 @pytest.mark.parametrize("text", [None, "", "{}", '{"model":'])
 def test_missing_or_damaged_tokenizer_file_is_refused(command, copy, text):
     path = copy / "vi_tokenizer.json"
-    path.unlink() if text is None else path.write_text(text)
+    path.unlink() if text is None else path.write_text(text, encoding="utf-8")
     sentence = command("--infer", "--device", "cpu", "--run", copy).refused()
     assert "vi_tokenizer.json" in sentence
 
