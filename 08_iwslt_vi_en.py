@@ -1551,13 +1551,15 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     device, chief = find_device(args.device), RANK == 0
     say = tqdm.write if chief else lambda text: None
     with lock_folder(run) if chief else contextlib.nullcontext():
-        shared = open_run(run, given, args.resume, args.restart) if chief else (None, None)
-        prepared = chief and prepare(shared[0], args.data, run, shared[1] and shared[1]["data"])
+        config = state = prepared = None
+        if chief:
+            config, state = open_run(run, given, args.resume, args.restart)
+            prepared = prepare(config, args.data, run, state and state["data"])
         if WORLD > 1:  # the others wait here until everything is prepared
-            shared = list(shared)
+            shared = [config, state, chief and prepared.fingerprint]
             dist.broadcast_object_list(shared)
-            prepared = prepared or prepare(shared[0], args.data, run, "any")
-        config, state = shared
+            config, state, fingerprint = shared
+            prepared = prepared or prepare(config, args.data, run, fingerprint)
         trainer = Trainer(config, prepared, device, run)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         if state:
@@ -1573,7 +1575,7 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
         say(
             "\n".join(prepared.report) + f"\n{c.direction}: {c.n_layers}+{c.n_layers} layers, "
             f"d_model {c.d_model}, {c.n_heads} heads, d_ff {c.d_ff}, vocabularies "
-            f"{trainer.vocab_sizes}: {parameters:,} parameters\n{WORLD} process(es) on "
+            f"{trainer.vocab_sizes}: {parameters:,} parameters\n{WORLD} process{'es' * (WORLD > 1)} on "
             f"{device.type} (a CPU {bf16} bf16), {torch.get_num_threads()} threads each, "
             f"{trainer.precision}\n{plan}, {trainer.total / trainer.steps_per_epoch:.2f} epochs; "
             f"{16 * parameters / 1e6:,.0f} MB on disk, in {run}"
