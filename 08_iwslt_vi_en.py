@@ -17,7 +17,7 @@ The lessons before this one build the Transformer of "Attention Is All You Need"
     python 08_iwslt_vi_en.py --evaluate                   BLEU and chrF on the test set
     python 08_iwslt_vi_en.py --infer                      a prompt: EN> ... VI> ...
     python 08_iwslt_vi_en.py --infer < in.txt > out.txt   a filter: one line in, one line out
-    torchrun --nproc-per-node=4 08_iwslt_vi_en.py --full  several GPUs or processes
+    torchrun --nproc-per-node=4 -- 08_iwslt_vi_en.py --full   several GPUs or processes
 
 It reads from top to bottom: configuration, data, subwords, batches, the model from embeddings to
 Transformer, loss and schedule, training, search, evaluation, prompt, command line.
@@ -125,8 +125,8 @@ class Config:
             raise UserError(f"--direction must be two languages, like en-vi: {self.direction}.")
         if self.d_model % 2 or self.d_model % self.n_heads:
             raise UserError("--d-model must be even, and --n-heads must divide it.")
-        if max(self.dropout, self.lr) >= 1:
-            raise UserError("--dropout and --lr must be below 1.")
+        if max(self.dropout, self.lr) >= 1 or self.seed >= 2**32:
+            raise UserError("--dropout and --lr must be below 1, --seed below 2**32.")
 
     @property
     def languages(self) -> list[str]:
@@ -1269,32 +1269,30 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def open_run(
-    run: Path, given: dict[str, Any], resume: bool, restart: bool
+    run: Path, fresh: Config, named: dict[str, Any], resume: bool, restart: bool
 ) -> tuple[Config, dict[str, Any] | None]:
     """Return the configuration of a run and its stored state, or None for a fresh start.
 
-    `given` holds the settings named on the command line. A demo is replaced without asking, since
-    it costs a minute; a full run only with --restart.
+    `named` holds the settings that the command line names: a run to be resumed must have the same.
+    A demo is replaced without asking, since it costs a minute; a full run only with --restart.
     """
-    wanted = {**PRESETS[given.get("preset", "laptop")], **given}
-    state = None
-    if (run / STATE).exists() and not restart:
-        state = load_file(run / STATE)
-    if state and resume:
+    if restart:
+        return fresh, None
+    state = load_file(run / STATE) if (run / STATE).exists() else None
+    if resume and state:
         config = Config(**state["config"])
-        named = wanted if "preset" in given else given
         differing = [name for name, value in named.items() if getattr(config, name) != value]
         if differing:
             before = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in differing)
             raise UserError(f"{run} was started with {before}: keep that, or begin with --restart.")
         return config, state
-    replaceable = restart or (given["demo"] and state is not None and state["config"]["demo"])
-    if not replaceable and (state or (run / BEST).exists()):
+    saved = state or (load_file(run / BEST) if (run / BEST).exists() else None)
+    if saved and not (fresh.demo and saved["config"]["demo"]):
         advice = "--resume goes on with it, " if state else ""
         raise UserError(f"{run} holds a run: {advice}--restart replaces it.")
-    if resume and not restart:
+    if resume:
         print(f"Nothing to resume in {run}: starting afresh.")
-    return Config(**wanted), None
+    return fresh, None
 
 
 # ---- Search ----
@@ -1545,15 +1543,17 @@ def build_parser() -> argparse.ArgumentParser:
 def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     """Carry out --demo or --full; return the exit status."""
     demo = args.mode == "demo"
-    given = {**({"preset": "demo"} if demo else {}), **given, "demo": demo}
-    run = args.run or HERE / "runs" / f"{args.mode}-{given.get('direction', 'en-vi')}"
+    preset = given.get("preset", "demo" if demo else "laptop")
+    fresh = Config(**{**PRESETS[preset], **given, "preset": preset, "demo": demo})
+    named = {**(PRESETS[preset] if "preset" in given else {}), **given, "demo": demo}
+    run = args.run or HERE / "runs" / f"{args.mode}-{fresh.direction}"
     keep_freed_memory()
     device, chief = find_device(args.device), RANK == 0
     say = tqdm.write if chief else lambda text: None
     with lock_folder(run) if chief else contextlib.nullcontext():
         config = state = prepared = None
         if chief:
-            config, state = open_run(run, given, args.resume, args.restart)
+            config, state = open_run(run, fresh, named, args.resume, args.restart)
             prepared = prepare(config, args.data, run, state and state["data"])
         if WORLD > 1:  # the others wait here until everything is prepared
             shared = [config, state, chief and prepared.fingerprint]
@@ -1572,12 +1572,13 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
             minutes = trainer.plan_steps() / 60
             plan = f"{trainer.total:,} steps, about {minutes:.1f} minutes"
         c, bf16 = config, "with" if cpu_has_bf16() else "without"
+        processes = "1 process" if WORLD == 1 else f"{WORLD} processes"
         say(
             "\n".join(prepared.report) + f"\n{c.direction}: {c.n_layers}+{c.n_layers} layers, "
             f"d_model {c.d_model}, {c.n_heads} heads, d_ff {c.d_ff}, vocabularies "
-            f"{trainer.vocab_sizes}: {parameters:,} parameters\n{WORLD} process{'es' * (WORLD > 1)} on "
-            f"{device.type} (a CPU {bf16} bf16), {torch.get_num_threads()} threads each, "
-            f"{trainer.precision}\n{plan}, {trainer.total / trainer.steps_per_epoch:.2f} epochs; "
+            f"{trainer.vocab_sizes}: {parameters:,} parameters\n{processes} on {device.type} "
+            f"(a CPU {bf16} bf16), {torch.get_num_threads()} threads each, {trainer.precision}\n"
+            f"{plan}, {trainer.total / trainer.steps_per_epoch:.2f} epochs; "
             f"{16 * parameters / 1e6:,.0f} MB on disk, in {run}"
         )
         status = trainer.run_to_end()
