@@ -973,7 +973,7 @@ class FastDropout(nn.Module):
 
     def __init__(self, p: float) -> None:
         super().__init__()
-        self.threshold = round(p * 256)
+        self.threshold = min(255, round(p * 256))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.threshold == 0:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")

@@ -57,6 +57,13 @@ def test_one_long_pair_does_not_join_short_ones_over_the_budget(lesson8):
     assert [50] in batches and sorted(map(len, batches)) == [1, 50]
 
 
+def test_one_long_pair_does_not_shrink_the_batches_after_it(lesson8):
+    """By target length the long pair comes first; the short ones still go 50 to a batch."""
+    src, tgt = rows_of([200] + [4] * 100), rows_of([1] + [4] * 100)
+    batches = lesson8.plan_batches(src, tgt, 200, 1)
+    assert sorted(map(len, batches)) == [1, 50, 50]
+
+
 def test_like_lengths_stand_together(lesson8):
     """Of the cells of all batches, few are padding; in batches at random it would be half."""
     src, tgt = random_rows(3000)
