@@ -8,7 +8,9 @@
 """Lesson 8: a translator you can use, trained on IWSLT'15 English-Vietnamese.
 
 The lessons before this one build the Transformer of "Attention Is All You Need" (Vaswani et al.,
-2017) and train it on toys. This one trains it on real text and makes a tool of it:
+2017) and train it on toys. This one trains it on real text and makes a tool of it. It reads from
+top to bottom: configuration, data, subwords, batches, the model from embeddings to Transformer,
+loss and schedule, training, search, evaluation, prompt, command line.
 
     python 08_iwslt_vi_en.py --demo                       built-in pairs, a minute on a laptop
     python 08_iwslt_vi_en.py --download                   fetch IWSLT'15 (133,317 pairs) into data/
@@ -18,9 +20,6 @@ The lessons before this one build the Transformer of "Attention Is All You Need"
     python 08_iwslt_vi_en.py --infer                      a prompt: EN> ... VI> ...
     python 08_iwslt_vi_en.py --infer < in.txt > out.txt   a filter: one line in, one line out
     torchrun --nproc-per-node=4 -- 08_iwslt_vi_en.py --full   several GPUs or processes
-
-It reads from top to bottom: configuration, data, subwords, batches, the model from embeddings to
-Transformer, loss and schedule, training, search, evaluation, prompt, command line.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import contextlib
 import ctypes
 import gzip
 import hashlib
-import http.client
 import io
 import itertools
 import json
@@ -38,14 +36,14 @@ import math
 import os
 import re
 import signal
+import sqlite3
 import sys
 import tarfile
 import time
 import unicodedata
 import urllib.request
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -71,7 +69,10 @@ FORMAT = "iwslt-transformer-1"  # marks a checkpoint as ours
 
 Pair = tuple[str, str]  # source and target sentence
 Rows = list[np.ndarray]  # encoded sentences: an array of subword ids each
+Sides = list[Rows]  # source rows and target rows
+Ids = list[list[int]]  # translations of sentences, without bos and eos
 KeysValues = tuple[Tensor, Tensor]  # each (B, heads, S, d_k)
+Attended = tuple[Tensor, Tensor]  # output (B, T, d_model) and weights (B, heads, T, S)
 Mask = Tensor | None  # boolean, True means "may attend"; broadcasts to (B, heads, query, key)
 
 
@@ -80,8 +81,6 @@ class UserError(Exception):
 
 
 # ---- Configuration: what decides the result of a run. Each setting is a command-line flag. ----
-
-
 def setting(default: Any, help: str, least: float = 0, choices: Sequence[str] | None = None) -> Any:
     """Return a dataclass field with all that its flag needs."""
     return field(default=default, metadata=dict(help=help, least=least, choices=choices))
@@ -134,27 +133,19 @@ class Config:
         return self.direction.split("-")
 
 
-DEMO_SIZES = dict(vocab_size=600, d_model=128, n_heads=4, d_ff=256, n_layers=2)
-GPU_SIZES = dict(d_model=512, d_ff=2048, n_layers=6, dropout=0.3)
-PRESETS: dict[str, dict[str, Any]] = {
-    "demo": DEMO_SIZES | dict(batch_tokens=512, epochs=20),
-    "laptop": {},  # the defaults above
-    "gpu": GPU_SIZES | dict(batch_tokens=16384, lr=1e-3, epochs=40),
-}
+DEMO = dict(vocab_size=600, d_model=128, n_heads=4, d_ff=256, n_layers=2, batch_tokens=512)
+GPU = dict(d_model=512, d_ff=2048, n_layers=6, dropout=0.3, batch_tokens=16384, lr=1e-3)
+PRESETS = {"demo": DEMO | {"epochs": 20}, "laptop": {}, "gpu": GPU | {"epochs": 40}}
 
 
 # ---- Data: pairs of lines, from the archives or from plain files ----
 
 ORIGIN = "https://github.com/stefan-it/nmt-en-vi/raw/master/data/"
-ARCHIVES = {  # part of the corpus: its archive, the archive's git blob id, names of its files
-    "train": ("train-en-vi.tgz", "76ce2671526e0b05a9422020820e656b6e2a1472", ("train",)),
-    "dev": ("dev-2012-en-vi.tgz", "cd22909b078747a13aeed7fb134de8d5ad7c5151", ("tst2012", "dev")),
-    "test": (
-        "test-2013-en-vi.tgz",
-        "39b3722a15dbf07e9a112be4051b2884b1bb0f3f",
-        ("tst2013", "test"),
-    ),
-}
+ARCHIVES = dict(  # part of the corpus: its archive, the archive's git blob id, names of its files
+    train=("train-en-vi.tgz", "76ce2671526e0b05a9422020820e656b6e2a1472", ("train",)),
+    dev=("dev-2012-en-vi.tgz", "cd22909b078747a13aeed7fb134de8d5ad7c5151", ("tst2012", "dev")),
+    test=("test-2013-en-vi.tgz", "39b3722a15dbf07e9a112be4051b2884b1bb0f3f", ("tst2013", "test")),
+)
 TED_LICENCE = "IWSLT is TED talks, CC BY-NC-ND: what is trained on it is for non-commercial use."
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
@@ -176,39 +167,35 @@ def read_part(folder: Path, part: str, languages: Sequence[str]) -> dict[str, by
     Plain files (train.en, train.vi) go before the archive, whose members are read in memory:
     nothing is unpacked, so nothing can be written to a wrong place.
     """
-    archive, choices = folder / ARCHIVES[part][0], ARCHIVES[part][2]
-    choices = [[f"{stem}.{language}" for language in languages] for stem in choices]
+    archive, stems = folder / ARCHIVES[part][0], ARCHIVES[part][2]
+    choices = [[f"{stem}.{language}" for language in languages] for stem in stems]
     for names in choices:
         if all((folder / name).is_file() for name in names):
             return {name: (folder / name).read_bytes() for name in names}
     try:  # decompress all of it first: only that verifies the checksum
         content = io.BytesIO(gzip.decompress(archive.read_bytes()))
         with tarfile.open(fileobj=content) as tar:
-            members = {Path(m.name).name: m for m in tar.getmembers() if m.isfile()}
-            for names in choices:
-                if members.keys() >= set(names):
-                    return {name: tar.extractfile(members[name]).read() for name in names}
+            files = {Path(m.name).name: tar.extractfile(m).read() for m in tar if m.isfile()}
     except FileNotFoundError:
         return {}
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+    except Exception as error:  # gzip, zlib and tarfile raise what they like
         raise UserError(f"{archive} is no sound .tgz ({error}): fetch it again.") from error
-    return {}
+    return next(({n: files[n] for n in names} for names in choices if files.keys() >= {*names}), {})
 
 
 def load_pairs(
     folder: Path, part: str, languages: Sequence[str], required: bool = True
 ) -> list[Pair] | None:
     """Return the (source, target) lines of a part, empty ones too; None if absent, not required."""
-    found = read_part(folder, part, languages)
+    found, sides = read_part(folder, part, languages), []
     if not found and not required:
         return None
     if not found:
         names = " and ".join(f"{ARCHIVES[part][2][0]}.{language}" for language in languages)
-        archives = " ".join(archive for archive, _, _ in ARCHIVES.values())
-        other = f", or the archives {archives} from {ORIGIN} (--download fetches them)"
-        other = other if sorted(languages) == ["en", "vi"] else ""
-        raise UserError(f"No {part} data in {folder}: put {names} there{other}.")
-    sides = []
+        if sorted(languages) == ["en", "vi"]:
+            archives = " ".join(archive for archive, _, _ in ARCHIVES.values())
+            names += f", or the archives {archives} from {ORIGIN} (--download fetches them),"
+        raise UserError(f"No {part} data in {folder}: put {names} there.")
     for name, data in found.items():
         try:
             text = data.decode("utf-8-sig")
@@ -216,11 +203,9 @@ def load_pairs(
             line = error.object.count(b"\n", 0, error.start) + 1
             raise UserError(f"{folder}: {name}, line {line} is not UTF-8: convert it.") from error
         # Only a newline ends a line: splitlines() would cut at rarer characters and misalign.
-        sides.append([clean(line) for line in text.removesuffix("\n").split("\n")] if text else [])
+        sides.append([clean(line) for line in io.StringIO(text, newline="\n")])
     if len(sides[0]) != len(sides[1]):
-        counts = (
-            f"{name} has {len(side):,} lines" for name, side in zip(found, sides, strict=True)
-        )
+        counts = (f"{n} has {len(side):,} lines" for n, side in zip(found, sides, strict=True))
         raise UserError(f"{folder}: {' but '.join(counts)}; line n must translate line n.")
     return list(zip(*sides, strict=True))
 
@@ -228,22 +213,22 @@ def load_pairs(
 def download(folder: Path) -> None:
     """Fetch what is missing of the archives, verified by git blob id (`git hash-object FILE`)."""
     for archive, wanted, _ in ARCHIVES.values():
-        path, content = folder / archive, io.BytesIO()
-        fetch = not path.is_file()
-        if fetch:
+        path, url, content = folder / archive, ORIGIN + archive, io.BytesIO()
+        missing = not path.is_file()
+        if missing:
             try:
-                with urllib.request.urlopen(ORIGIN + archive, timeout=30) as response:
+                with urllib.request.urlopen(url, timeout=30) as response:
                     size = int(response.headers.get("Content-Length") or 0) or None
                     with tqdm(total=size, unit="B", unit_scale=True, desc=archive) as bar:
                         while block := response.read(1 << 16):
                             bar.update(content.write(block))
-            except (OSError, http.client.HTTPException) as error:
-                raise UserError(f"{ORIGIN}{archive} could not be fetched: {error!r}.") from error
-        data = content.getvalue() if fetch else path.read_bytes()
+            except Exception as error:  # a connection can fail in many ways
+                raise UserError(f"{url} could not be fetched: {error!r}.") from error
+        data = content.getvalue() if missing else path.read_bytes()
         if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != wanted:
-            where = ORIGIN + archive if fetch else path
+            where = url if missing else path
             raise UserError(f"{where} is not the expected file (git blob id {wanted}): not used.")
-        if fetch:
+        if missing:
             write_file(path, data)
         print(f"{path}: {len(data):,} bytes, verified")
     print(TED_LICENCE)
@@ -267,8 +252,6 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
 
 
 # ---- The demo's data: everyday sentences made from a small table of phrases ----
-
-
 def table(text: str) -> dict[str, str]:
     """Read "english = vietnamese, ..." into a dictionary."""
     return dict(entry.strip().split(" = ") for entry in text.split(","))
@@ -356,15 +339,14 @@ def styled(pairs: Sequence[Pair]) -> list[Pair]:
     """Return each pair four times: bare, with a capital, with . or ?, and with both."""
     styles = []
     for pair in pairs:
-        capital = tuple(text[0].upper() + text[1:] for text in pair)
         question = pair[0].split()[0] in ("am", "are", "is", "do", "does", "how", "what", "where")
-        ended = [tuple(text + (" ?" if question else " .") for text in p) for p in (pair, capital)]
-        styles += [pair, capital, *ended]
+        for end in ("", " ?" if question else " ."):
+            styles.append(tuple(text + end for text in pair))
+            styles.append(tuple(text[0].upper() + text[1:] + end for text in pair))
     return styles
 
 
 # ---- Text: people's and the corpus's ----
-
 
 STRAIGHT = str.maketrans("’‘“”", "''\"\"")  # telephones type curly quotes, IWSLT has none
 VIETNAMESE_TITLES = ("TP", "TS", "ThS", "GS", "PGS", "BS")  # unknown to sacremoses
@@ -406,8 +388,6 @@ class Moses:
 
 
 # ---- Subwords: byte-pair encoding ----
-
-
 def train_bpe(lines: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn byte-level BPE (Sennrich et al., 2016): every text can be written, none is unknown.
 
@@ -416,24 +396,16 @@ def train_bpe(lines: Iterable[str], vocab_size: int) -> Tokenizer:
     that the library wants for them end with a space, which no byte-level piece contains.)
     """
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad> ", "<bos> ", "<eos> "]
+    how = dict(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend(" ")])
     words = pre_tokenizers.Split(Regex(" ?[^ ]+| +"), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    tokenizer.train_from_iterator(
-        lines,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=special,
-            initial_alphabet=alphabet,
-            show_progress=False,
-        ),
-    )
-    description = json.loads(tokenizer.to_str())
-    description["added_tokens"] = []  # the ids stay reserved; the names lose their power over text
-    return Tokenizer.from_str(json.dumps(description))
+    tokenizer.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=vocab_size, **how))
+    # The ids stay reserved; without "added_tokens" the names lose their power over text.
+    return Tokenizer.from_str(json.dumps(json.loads(tokenizer.to_str()) | {"added_tokens": []}))
 
 
 def text_to_ids(tokenizer: Tokenizer, lines: Sequence[str]) -> Rows:
@@ -451,15 +423,10 @@ def text_hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def encode_pairs(
-    pairs: Sequence[Pair], tokenizers: Sequence[Tokenizer], name: str
-) -> tuple[list[Rows], str]:
+def encode_pairs(pairs: list[Pair], tokenizers: list[Tokenizer], name: str) -> tuple[Sides, str]:
     """Encode pairs, leave out the unusable ones (both sides together); say which and why."""
-    sides = [
-        text_to_ids(tokenizer, [p[i] for p in pairs]) for i, tokenizer in enumerate(tokenizers)
-    ]
-    dropped: Counter[str] = Counter()
-    kept = []
+    sides = [text_to_ids(t, [pair[i] for pair in pairs]) for i, t in enumerate(tokenizers)]
+    kept, dropped = [], Counter()
     for pair in zip(*sides, strict=True):
         short, long = sorted(len(row) - 1 for row in pair)
         if short == 0:
@@ -481,8 +448,8 @@ class Prepared(NamedTuple):
     """What training needs of the data."""
 
     tokenizers: list[Tokenizer]
-    train: list[Rows]  # source rows and target rows
-    dev: list[Rows]
+    train: Sides
+    dev: Sides
     report: list[str]  # what was read, dropped and held out
     fingerprint: str  # of the text and the settings that it was prepared with
 
@@ -510,46 +477,34 @@ def prepare(config: Config, data: Path, run: Path, resumed: str | None = None) -
         report.append(f"no dev files in {data}: {len(dev):,} training pairs are held out instead")
     fingerprint = text_hash(json.dumps([config.direction, config.vocab_size, MAX_LEN, train, dev]))
     if resumed not in (None, fingerprint):
-        raise UserError(
-            f"The text is not the one that {run} was started with: give the same --data."
-        )
+        raise UserError(f"{run} was started with another text: give the same --data.")
 
     cache, stored = run / "prepared.pth", {}
     with contextlib.suppress(Exception):  # whatever is wrong with the cache: prepare again
-        stored = torch.load(cache, weights_only=True)
-    cached = stored.get("fingerprint") == fingerprint
-    if cached:
-        tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
-        train, dev = (
-            [np.split(flat.numpy(), np.cumsum(lengths)[:-1]) for flat, lengths in sides]
-            for sides in stored["sets"]
-        )
+        stored = dict(torch.load(cache, weights_only=True))
+    if stored.get("fingerprint") == fingerprint:
         report = [*stored["report"], "(prepared earlier)"]
     else:
         tokenizers = [train_bpe((pair[i] for pair in train), config.vocab_size) for i in (0, 1)]
-        train, train_report = encode_pairs(train, tokenizers, "train")
-        dev, dev_report = encode_pairs(dev, tokenizers, "dev")
-        report += [train_report, dev_report]
+        sets = []
+        for name, pairs in (("train", train), ("dev", dev)):
+            sides, told = encode_pairs(pairs, tokenizers, name)
+            sets.append([(torch.tensor(np.concatenate(s)), list(map(len, s))) for s in sides])
+            report.append(told)
+        texts = [tokenizer.to_str() for tokenizer in tokenizers]
+        stored = dict(fingerprint=fingerprint, tokenizers=texts, sets=sets, report=report)
+        write_file(cache, lambda file: torch.save(stored, file))
     if resumed is None:
         for name in (BEST, STATE, METRICS):
             (run / name).unlink(missing_ok=True)
-    if RANK == 0:
-        for language, tokenizer in zip(config.languages, tokenizers, strict=True):
-            write_file(run / f"{language}_tokenizer.json", tokenizer.to_str().encode("utf-8"))
-    if not cached:
-        sets = [
-            [(torch.from_numpy(np.concatenate(rows)), list(map(len, rows))) for rows in sides]
-            for sides in (train, dev)
-        ]
-        texts = [tokenizer.to_str() for tokenizer in tokenizers]
-        stored = {"fingerprint": fingerprint, "tokenizers": texts, "sets": sets, "report": report}
-        write_file(cache, lambda file: torch.save(stored, file))
-    return Prepared(tokenizers, train, dev, report, fingerprint)
+    for language, text in zip(config.languages, stored["tokenizers"], strict=True):
+        write_file(run / f"{language}_tokenizer.json", text.encode("utf-8"))
+    tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
+    sets = [[np.split(i.numpy(), np.cumsum(n)[:-1]) for i, n in sides] for sides in stored["sets"]]
+    return Prepared(tokenizers, *sets, report, fingerprint)
 
 
 # ---- Batches ----
-
-
 def plan_batches(src: Rows, tgt: Rows, budget: int, seed: Any) -> list[np.ndarray]:
     """Divide the pairs into batches of like lengths; return each batch's indices. A seed fixes it.
 
@@ -573,20 +528,12 @@ def plan_batches(src: Rows, tgt: Rows, budget: int, seed: Any) -> list[np.ndarra
 
 
 def pad_rows(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return rows of ids as one tensor (rows, longest), filled up with PAD.
-
-    >>> pad_rows([[5, 2], [5, 6, 2]]).tolist()
-    [[5, 2, 0], [5, 6, 2]]
-    """
-    padded = np.full((len(rows), max(map(len, rows))), PAD, dtype=np.int64)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return torch.from_numpy(padded)
+    """Return rows of ids as one tensor (rows, longest), filled up with PAD on the right."""
+    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=PAD)
 
 
 # ---- The model, by hand ----
-
-
 def padding_mask(ids: Tensor) -> Tensor:
     """Return where ids (B, S) are real tokens, as (B, 1, 1, S)."""
     return (ids != PAD)[:, None, None, :]
@@ -611,18 +558,15 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.table = nn.Embedding(vocab_size, d_model)
         nn.init.normal_(self.table.weight, std=d_model**-0.5)
-        self.scale = math.sqrt(d_model)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.table(ids) * self.scale
+        return self.table(ids) * math.sqrt(self.table.embedding_dim)
 
 
 class PositionalEncoding(nn.Module):
     """Add sinusoids that tell the position, then dropout; (B, S, d_model) -> same (section 3.5).
 
     PE[p, 2i] = sin(p / 10000^(2i/d_model)), PE[p, 2i+1] = cos(p / 10000^(2i/d_model))
-
-    Raises ValueError for an odd d_model, and for an input that reaches beyond max_len.
     """
 
     def __init__(self, d_model: int, max_len: int, dropout: float) -> None:
@@ -644,7 +588,7 @@ class PositionalEncoding(nn.Module):
 
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Mask = None, dropout: Callable | None = None
-) -> tuple[Tensor, Tensor]:
+) -> Attended:
     """softmax(Q K^T / sqrt(d_k)) V (section 3.2.1).
 
     query (..., T, d_k), key and value (..., S, d_k), mask broadcastable to (..., T, S); returns the
@@ -661,8 +605,7 @@ def scaled_dot_product_attention(
 class MultiHeadAttention(nn.Module):
     """Attention in `n_heads` subspaces of size d_k = d_model / n_heads (section 3.2.2).
 
-    query (B, T, d_model) looks things up in memory (B, S, d_model), which may be query itself;
-    returns the output (B, T, d_model) and the weights (B, heads, T, S).
+    query (B, T, d_model) looks things up in memory (B, S, d_model), which may be query itself.
     """
 
     def __init__(self, d_model: int, n_heads: int, dropout: float = 0.0) -> None:
@@ -680,15 +623,13 @@ class MultiHeadAttention(nn.Module):
         """Return what a cache keeps: keys and values, each (B, heads, S, d_k)."""
         return self.split_heads(self.w_k(memory)), self.split_heads(self.w_v(memory))
 
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Mask = None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Mask = None) -> Attended:
         """Attend with the keys and values at hand."""
         q = self.split_heads(self.w_q(query))
         heads, weights = scaled_dot_product_attention(q, keys, values, mask, self.dropout)
         return self.w_o(heads.transpose(1, 2).flatten(2)), weights
 
-    def forward(self, query: Tensor, memory: Tensor, mask: Mask = None) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, memory: Tensor, mask: Mask = None) -> Attended:
         return self.attend(query, *self.keys_values(memory), mask)
 
 
@@ -741,7 +682,7 @@ class EncoderLayer(nn.Module):
 
 @dataclass
 class LayerCache:
-    """Keys and values that a decoder layer need not compute again while it writes."""
+    """Keys and values that a decoder layer attends to, so that it computes none of them twice."""
 
     memory: KeysValues  # computed once
     target: KeysValues | None = None  # grows by one position a step
@@ -757,8 +698,8 @@ class LayerCache:
 class DecoderLayer(nn.Module):
     """Masked self-attention, cross-attention to the encoder's memory, feed-forward.
 
-    x (B, T, d_model) -> same, reading memory (B, S, d_model). With a cache, x holds only the
-    positions since the last call, and memory is not read.
+    x (B, T, d_model) -> same: the positions since the last call with this cache, which holds the
+    keys and values of the memory and of the positions before x.
     """
 
     def __init__(
@@ -772,25 +713,13 @@ class DecoderLayer(nn.Module):
         self.residual2 = Residual(d_model, dropout, norm_first)
         self.residual3 = Residual(d_model, dropout, norm_first)
 
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        tgt_mask: Mask = None,
-        src_mask: Mask = None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache, tgt_mask: Mask, src_mask: Mask) -> Tensor:
         def self_attend(y: Tensor) -> Tensor:
-            newest = self.self_attention.keys_values(y)
-            keys_values = cache.extend(newest) if cache else newest
+            keys_values = cache.extend(self.self_attention.keys_values(y))
             return self.self_attention.attend(y, *keys_values, tgt_mask)[0]
 
-        def cross_attend(y: Tensor) -> Tensor:
-            keys_values = cache.memory if cache else self.cross_attention.keys_values(memory)
-            return self.cross_attention.attend(y, *keys_values, src_mask)[0]
-
         x = self.residual1(x, self_attend)
-        x = self.residual2(x, cross_attend)
+        x = self.residual2(x, lambda y: self.cross_attention.attend(y, *cache.memory, src_mask)[0])
         return self.residual3(x, self.feed_forward)
 
 
@@ -845,48 +774,44 @@ class Transformer(nn.Module):
             x = layer(x, mask)
         return self.encoder_norm(x)
 
+    def new_caches(self, memory: Tensor) -> list[LayerCache]:
+        """Return a cache for each decoder layer, filled from memory (B, S, d_model)."""
+        return [LayerCache(layer.cross_attention.keys_values(memory)) for layer in self.decoder]
+
     def decode(
         self, tgt: Tensor, memory: Tensor | None, src: Tensor, caches: Sequence[LayerCache] = ()
     ) -> Tensor:
         """Map decoder input ids (B, T) to states (B, T, d_model), before the output matrix.
 
-        With caches, tgt holds only the ids since the last call, none of them PAD, and memory is not
-        read.
+        With caches, tgt is only the ids since the last call, none PAD; memory is not read.
         """
         past = caches[0].target[0].size(2) if caches and caches[0].target else 0
         tgt_mask = causal_mask(past + tgt.size(1), tgt.device)[:, :, past:]
         if not caches:
-            tgt_mask = tgt_mask & padding_mask(tgt)
+            tgt_mask, caches = tgt_mask & padding_mask(tgt), self.new_caches(memory)
         x, src_mask = self.position(self.tgt_embedding(tgt), past), padding_mask(src)
-        for layer, cache in itertools.zip_longest(self.decoder, caches):
-            x = layer(x, memory, tgt_mask, src_mask, cache)
+        for layer, cache in zip(self.decoder, caches, strict=True):
+            x = layer(x, cache, tgt_mask, src_mask)
         return self.decoder_norm(x)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
         """Map source ids (B, S) and decoder input ids (B, T) to logits (B, T, tgt_vocab_size)."""
         return self.output(self.decode(tgt, self.encode(src), src))
 
-    def new_caches(self, memory: Tensor) -> list[LayerCache]:
-        """Return a cache for each decoder layer, filled from memory (B, S, d_model)."""
-        return [LayerCache(layer.cross_attention.keys_values(memory)) for layer in self.decoder]
-
 
 def build_model(config: Config, vocab_sizes: Sequence[int]) -> Transformer:
     """Build the untrained model of a configuration.
 
-    Pre-norm is the default here, unlike in 2017: the residual stream then runs from the loss down
-    to the embeddings without passing a norm, gradients keep their size at any depth (lesson 4
-    measures it), and training bears a high rate after a short warm-up. Post-norm (--no-norm-first)
-    works too, with a lower rate and a longer warm-up.
+    Pre-norm is the default here, unlike in 2017: the residual stream runs from the loss down to the
+    embeddings without passing a norm, gradients keep their size at any depth (lesson 4 measures
+    it), and training bears a high rate after a short warm-up. Post-norm needs a lower, later one.
     """
     c = config
-    sizes = (c.d_model, c.n_heads, c.d_ff, c.n_layers, c.dropout)
-    return Transformer(*vocab_sizes, *sizes, norm_first=c.norm_first, tie=c.tie)
+    sizes = (c.d_model, c.n_heads, c.d_ff, c.n_layers, c.dropout, c.norm_first, c.tie)
+    return Transformer(*vocab_sizes, *sizes)
 
 
 # ---- Loss and schedule ----
-
-
 def batch_loss(model: Transformer, src: Tensor, tgt: Tensor, smoothing: float) -> Tensor:
     """Return the cross-entropy summed over the real tokens of tgt (B, T), which ends with eos.
 
@@ -915,8 +840,6 @@ def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:
 
 
 # ---- Where to compute, and how to do it fast ----
-
-
 def find_device(name: str) -> torch.device:
     """Return the device to compute on; under torchrun, also join the other processes."""
     if name == "auto":
@@ -954,14 +877,10 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Ask the C library (glibc, that is Linux) to keep freed memory for the next step.
-
-    By default large blocks go back to the system, and each step pays for having them zeroed again:
-    about a fifth of the time of a training step on a CPU.
-    """
+    """Have glibc (on Linux) keep freed memory: a fifth less time for a training step on a CPU."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own, to be zeroed again
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
 
 
@@ -984,8 +903,6 @@ class FastDropout(nn.Module):
 
 
 # ---- Training ----
-
-
 class Trainer:
     """Model, data and optimizer of one run; `step` counts the updates done.
 
@@ -996,34 +913,28 @@ class Trainer:
     def __init__(self, config: Config, prepared: Prepared, device: torch.device, run: Path) -> None:
         self.config, self.prepared, self.device, self.run = config, prepared, device, run
         self.vocab_sizes = [tokenizer.get_vocab_size() for tokenizer in prepared.tokenizers]
-        self.borders = [Moses(language) for language in config.languages]
         torch.manual_seed(config.seed)
         self.model = build_model(config, self.vocab_sizes).to(device)
-        for module in list(self.model.modules()) if device.type == "cpu" else ():
-            if isinstance(getattr(module, "dropout", None), nn.Dropout):
+        for module in list(self.model.modules()):
+            if device.type == "cpu" and isinstance(getattr(module, "dropout", None), nn.Dropout):
                 module.dropout = FastDropout(config.dropout)
         for parameter in self.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.precision = choose_precision(config.precision, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
-        fused = device.type != "mps"
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(0.9, 0.98), eps=1e-9, fused=fused
-        )
-        self.step, self.total, self.best, self.wish_to_stop = 0, 0, math.inf, False
-        self.metrics: list[dict[str, float]] = []
-        self.planned: tuple[int, list[list[np.ndarray]]] = (-1, [])
+        adam = dict(betas=(0.9, 0.98), eps=1e-9, fused=device.type != "mps")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **adam)
+        self.step, self.total, self.best, self.metrics = 0, 0, math.inf, []
+        self.caught, self.wish = 0, False  # a signal's number; whether any process is to stop
         self.steps_per_epoch = len(self.groups(0))
 
     def groups(self, epoch: int) -> list[list[np.ndarray]]:
         """Return the batches of an epoch, grouped into steps: `accumulate` for each process."""
-        if self.planned[0] != epoch:
-            seed, size = (self.config.seed, epoch), self.config.accumulate * WORLD
-            batches = plan_batches(*self.prepared.train, self.config.batch_tokens, seed)
-            self.planned = epoch, [batches[i : i + size] for i in range(0, len(batches), size)]
-        return self.planned[1]
+        seed, size = (self.config.seed, epoch), self.config.accumulate * WORLD
+        batches = plan_batches(*self.prepared.train, self.config.batch_tokens, seed)
+        return [batches[i : i + size] for i in range(0, len(batches), size)]
 
-    def loss(self, sides: list[Rows], batch: np.ndarray, smoothing: float) -> Tensor:
+    def loss(self, sides: Sides, batch: np.ndarray, smoothing: float) -> Tensor:
         """Return the summed loss of a batch, in this run's precision (weights stay fp32)."""
         ids = [pad_rows([rows[i] for i in batch]) for rows in sides]
         if self.device.type == "cuda":  # from pinned memory the copy runs beside the computation
@@ -1050,28 +961,25 @@ class Trainer:
             self.scaler.scale(loss).backward()
             mean += loss.detach()
         if WORLD > 1:  # one message: loss, wish to stop, gradients; all of them summed
-            wish = torch.tensor(float(self.wish_to_stop), device=self.device)
-            gradients = [parameter.grad for parameter in self.model.parameters()]
-            message = torch.cat([part.flatten() for part in (mean, wish, *gradients)])
+            wish = torch.tensor(float(self.wish), device=self.device)
+            parts = [mean, wish, *(parameter.grad for parameter in self.model.parameters())]
+            message = torch.cat([part.flatten() for part in parts])
             dist.all_reduce(message)
-            mean, wish, *summed = message.split([1, 1, *(g.numel() for g in gradients)])
-            for gradient, part in zip(gradients, summed, strict=True):
-                gradient.copy_(part.view_as(gradient))
-            self.wish_to_stop = bool(wish.item())
+            summed = message.split([part.numel() for part in parts])
+            for part, values in zip(parts, summed, strict=True):
+                part.copy_(values.view_as(part))
+            self.wish = bool(wish)
         return float(mean), tokens
 
-    def update(self) -> tuple[float, int]:
+    def update(self, group: Sequence[np.ndarray]) -> tuple[float, int]:
         """Do one step of training; return its loss per target token and its target tokens."""
-        epoch, index = divmod(self.step, self.steps_per_epoch)
-        loss, tokens = self.backward(self.groups(epoch)[index])
+        loss, tokens = self.backward(group)
         self.scaler.unscale_(self.optimizer)
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), CLIP))
         if not math.isfinite(loss if self.scaler.is_enabled() else loss + norm):
-            raise UserError(
-                f"Training diverged: loss {loss}, gradient norm {norm} in step {self.step + 1} "
-                f"(epoch {epoch + 1}, batch {index + 1}). The files are from before; begin again "
-                "(--restart) with a lower --lr, a longer --warmup or --precision fp32."
-            )
+            where = f"in step {self.step + 1}: loss {loss}, gradient norm {norm}"
+            advice = "--restart with a lower --lr or a longer --warmup, or --precision fp32"
+            raise UserError(f"Training diverged {where}. Try {advice}.")
         self.step += 1
         rate = learning_rate(self.step, self.total, self.config.lr, self.config.warmup)
         self.optimizer.param_groups[0]["lr"] = rate
@@ -1088,11 +996,8 @@ class Trainer:
         return total / sum(map(len, self.prepared.dev[1]))
 
     def plan_steps(self) -> float:
-        """Fix the number of steps for this run; return the seconds they will take.
-
-        Measured on 20 real batches of all lengths and one validation; nothing is updated.
-        """
-        sample = self.groups(0)[:: max(1, self.steps_per_epoch // 20)][:20]
+        """Fix the steps of a new run; return the seconds to go, measured without any update."""
+        sample = self.groups(0)[:: max(1, self.steps_per_epoch // 20)][:20]  # of all lengths
         self.backward(sample[0])  # the first also pays for setting up
         start = time.perf_counter()
         for group in sample:
@@ -1104,15 +1009,20 @@ class Trainer:
         per_step = torch.tensor(seconds, device=self.device)
         if WORLD > 1:
             dist.all_reduce(per_step, dist.ReduceOp.MAX)
-        steps_in_time = max(1, round(self.config.minutes * 60 / float(per_step)))
+        in_time = max(1, round(self.config.minutes * 60 / float(per_step)))
         in_epochs = self.config.epochs * self.steps_per_epoch
-        self.total = steps_in_time if self.config.minutes else in_epochs
-        return self.total * float(per_step)
+        self.total = self.total or (in_time if self.config.minutes else in_epochs)
+        return (self.total - self.step) * float(per_step)
+
+    def save(self, name: str, **parts: Any) -> None:
+        """Write a file of this run, to be read by `load_file`."""
+        content = {"format": FORMAT, "config": asdict(self.config), **parts}
+        write_file(self.run / name, lambda file: torch.save(content, file))
 
     def validate(self, loss: float, speed: float) -> None:
         """Measure the dev loss, keep the weights if they are the best; print it and two samples."""
         dev_loss, epoch = self.dev_loss(), self.step / self.steps_per_epoch
-        row = {"step": self.step, "epoch": epoch, "loss": loss, "dev_loss": dev_loss}
+        row = dict(step=self.step, epoch=epoch, loss=loss, dev_loss=dev_loss)
         self.metrics.append({**row, "tokens_per_second": speed})
         tqdm.write(
             f"epoch {epoch:.2f}, step {self.step:,}: loss {loss:.3f}, dev loss {dev_loss:.3f}, "
@@ -1120,63 +1030,59 @@ class Trainer:
         )
         if dev_loss < self.best:
             self.best = dev_loss
-            checkpoint = {
-                "format": FORMAT,
-                "config": asdict(self.config),
-                "vocab_sizes": self.vocab_sizes,
-                "tokenizers": [text_hash(t.to_str()) for t in self.prepared.tokenizers],
-                "weights": self.model.state_dict(),
-                "step": self.step,
-                "dev_loss": dev_loss,
-            }
-            write_file(self.run / BEST, lambda file: torch.save(checkpoint, file))
+            hashes = [text_hash(tokenizer.to_str()) for tokenizer in self.prepared.tokenizers]
+            about = dict(vocab_sizes=self.vocab_sizes, tokenizers=hashes, step=self.step)
+            self.save(BEST, **about, dev_loss=dev_loss, weights=self.model.state_dict())
         rows = self.prepared.dev[0]
         samples = [rows[len(rows) // 3], rows[2 * len(rows) // 3]]
+        borders = [Moses(language) for language in self.config.languages]
         for sample in zip(samples, translate_ids(self.model, samples, beam=1), strict=True):
             texts = map(ids_to_text, self.prepared.tokenizers, sample)
-            source, output = (b.to_text(t) for b, t in zip(self.borders, texts, strict=True))
+            source, output = (b.to_text(t) for b, t in zip(borders, texts, strict=True))
             tqdm.write(f"    {source}\n     -> {output}")
 
-    def save(self) -> None:
+    def save_state(self) -> None:
         """Write what an exact resume needs, and the metrics so far."""
-        state = {
-            "format": FORMAT,
-            "data": self.prepared.fingerprint,
-            "config": asdict(self.config),
-            "progress": [self.step, self.total, self.best, self.metrics],
-        }
-        parts = {
-            name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scaler")
-        }
-        write_file(self.run / STATE, lambda file: torch.save(state | parts, file))
+        parts = {n: getattr(self, n).state_dict() for n in ("model", "optimizer", "scaler")}
+        progress = [self.step, self.total, self.best, self.metrics]
+        self.save(STATE, data=self.prepared.fingerprint, progress=progress, **parts)
         lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
         write_file(self.run / METRICS, lines.encode("utf-8"))
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go back to where `save` wrote this state."""
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go back to where `save_state` wrote this."""
         for name in ("model", "optimizer", "scaler"):
             getattr(self, name).load_state_dict(state[name])
         self.step, self.total, self.best, self.metrics = state["progress"]
 
+    def note_signal(self, number: int, frame: object) -> None:
+        """Remember Ctrl-C or SIGTERM, so that training ends its step and saves."""
+        if self.caught:
+            raise KeyboardInterrupt  # asked twice: at once
+        self.caught = number
+
     def run_to_end(self) -> int:
         """Train, saving as it goes; return 0, or 128 + the number of the signal that stopped it."""
         saved = counted = time.monotonic()
-        loss, tokens = 0.0, 0  # smoothed loss; target tokens since `counted`
-        disable = True if RANK else None  # None: shown only on a terminal
-        bar = tqdm(total=self.total, initial=self.step, unit="step", disable=disable)
-        with stop_on_signal() as caught, bar:
+        loss, tokens, plan = 0.0, 0, []  # smoothed; target tokens since `counted`; an epoch's steps
+        bar = tqdm(total=self.total, initial=self.step, unit="step", disable=RANK > 0 or None)
+        with bar, contextlib.ExitStack() as afterwards:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                afterwards.callback(signal.signal, number, signal.signal(number, self.note_signal))
             while self.step < self.total:
-                self.wish_to_stop = bool(caught)
-                newest, new_tokens = self.update()
+                epoch, index = divmod(self.step, self.steps_per_epoch)
+                if index == 0 or not plan:
+                    plan = self.groups(epoch)
+                self.wish = bool(self.caught)
+                newest, new_tokens = self.update(plan[index])
                 loss, tokens = 0.95 * loss + 0.05 * newest if loss else newest, tokens + new_tokens
                 rate, now = self.optimizer.param_groups[0]["lr"], time.monotonic()
                 speed = tokens / (now - counted)
-                bar.set_postfix_str(
-                    f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} target tokens/s", refresh=False
-                )
+                text = f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} target tokens/s"
+                bar.set_postfix_str(text, refresh=False)
                 bar.update()
-                ended = self.step % self.steps_per_epoch == 0 or self.step == self.total
-                stop = self.wish_to_stop and self.step < self.total
+                ended = self.step == self.total or self.step % self.steps_per_epoch == 0
+                stop = self.wish and self.step < self.total
                 if RANK == 0:
                     if validating := ended or self.step % VALIDATE_EVERY == 0:
                         self.validate(loss, speed)
@@ -1184,14 +1090,10 @@ class Trainer:
                     elif self.step % 50 == 0:
                         self.metrics.append({"step": self.step, "loss": loss, "rate": rate})
                     if validating or stop or now - saved > SAVE_EVERY:
-                        self.save()
+                        self.save_state()
                         saved = time.monotonic()
-                    if stop:
-                        tqdm.write(
-                            f"Stopped after step {self.step:,}: --resume goes on from there."
-                        )
                 if stop:
-                    return 128 + (caught[0] if caught else signal.SIGTERM)
+                    return 128 + (self.caught or signal.SIGTERM)
         return 0
 
     def draw_curve(self) -> str:
@@ -1200,117 +1102,71 @@ class Trainer:
             from matplotlib.figure import Figure
         except ImportError:
             return "No curve.png: matplotlib is not installed."
-        figure, image = Figure(figsize=(7, 4), layout="constrained"), io.BytesIO()
+        figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         for key, label, style in (("loss", "training", "-"), ("dev_loss", "dev", "o--")):
             rows = [row for row in self.metrics if key in row]
             axes.plot([row["step"] for row in rows], [row[key] for row in rows], style, label=label)
         axes.set(xlabel="step", ylabel="cross-entropy per target token (nats)", title=self.run.name)
         axes.legend()
-        figure.savefig(image, format="png", dpi=150)
-        write_file(self.run / "curve.png", image.getvalue())
-        return f"The curve is in {self.run / 'curve.png'}."
-
-
-@contextlib.contextmanager
-def stop_on_signal() -> Iterator[list[int]]:
-    """Collect Ctrl-C and SIGTERM in a list, so that training can end its step and save."""
-    caught: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt  # asked twice: at once
-        caught.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        path = self.run / "curve.png"
+        write_file(path, lambda file: figure.savefig(file, format="png", dpi=150))
+        return f"The curve is in {path}."
 
 
 # ---- The folder of a run ----
-
-
-def lock_folder(run: Path) -> BinaryIO:
+def lock_folder(run: Path) -> sqlite3.Connection:
     """Keep other processes from writing this folder until this one ends, however it ends."""
     try:
         run.mkdir(parents=True, exist_ok=True)
-        file = open(run / "lock", "a+b")  # noqa: SIM115 (open until the caller closes it)
-    except OSError as error:
-        raise UserError(f"{run} cannot be the folder of a run ({error}).") from error
-    try:
-        if os.name == "nt":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise UserError(f"Another process trains in {run}: wait, or take another --run.") from error
-    return file
+        lock = sqlite3.connect(run / "lock", timeout=0, isolation_level=None)
+        lock.execute("BEGIN EXCLUSIVE")  # SQLite knows how to lock a file on every system
+    except (OSError, sqlite3.Error) as error:
+        raise UserError(f"{run} is not free ({error}). Another process trains there?") from error
+    return lock
 
 
-def load_file(path: Path) -> dict[str, Any]:
-    """Return what this program saved: tensors and plain values; code in a file is never run."""
-    try:
+def load_file(path: Path) -> dict[str, Any] | None:
+    """Return what this program saved, None if nothing; code in a file is never run."""
+    if not path.exists():
+        return None
+    with contextlib.suppress(Exception):  # what torch raises depends on how the file is broken
         stored = torch.load(path, map_location="cpu", weights_only=True)
         if stored["format"] == FORMAT:
             return stored
-        reason = "another format"
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # what torch raises depends on how the file is broken
-        reason = type(error).__name__
-    raise UserError(f"{path} is damaged or was not saved by this program ({reason}).")
+    raise UserError(f"{path} cannot be read: it is damaged, or not saved by this program.")
 
 
-def open_run(
-    run: Path, fresh: Config, named: dict[str, Any], resume: bool, restart: bool
-) -> tuple[Config, dict[str, Any] | None]:
-    """Return the configuration of a run and its stored state, or None for a fresh start.
+def open_run(run: Path, named: dict[str, Any], resume: bool) -> dict[str, Any] | None:
+    """Return the stored state of a run to be resumed, or None where a new one may begin.
 
     `named` holds the settings that the command line names: a run to be resumed must have the same.
     A demo is replaced without asking, since it costs a minute; a full run only with --restart.
     """
-    if restart:
-        return fresh, None
-    state = load_file(run / STATE) if (run / STATE).exists() else None
+    state = load_file(run / STATE)
     if resume and state:
-        config = Config(**state["config"])
-        differing = [name for name, value in named.items() if getattr(config, name) != value]
-        if differing:
-            before = ", ".join(f"{flag(name)} {getattr(config, name)}" for name in differing)
-            raise UserError(f"{run} was started with {before}: keep that, or begin with --restart.")
-        return config, state
-    saved = state or (load_file(run / BEST) if (run / BEST).exists() else None)
-    if saved and not (fresh.demo and saved["config"]["demo"]):
+        config = state["config"]
+        wrong = [f"{flag(n)} {config[n]}" for n, value in named.items() if config[n] != value]
+        if wrong:
+            raise UserError(f"{run} was started with {', '.join(wrong)}: keep that, or --restart.")
+        return state
+    saved = state or load_file(run / BEST)
+    if saved and not (named["demo"] and saved["config"]["demo"]):
         advice = "--resume goes on with it, " if state else ""
         raise UserError(f"{run} holds a run: {advice}--restart replaces it.")
     if resume:
         print(f"Nothing to resume in {run}: starting afresh.")
-    return fresh, None
+    return None
 
 
 # ---- Search ----
-
-
 def length_penalty(length: Tensor | float, alpha: float) -> Tensor | float:
-    """((5 + length) / 6)^alpha (Wu et al., 2016); a hypothesis scores log P / penalty.
-
-    >>> length_penalty(1, 0.6), round(length_penalty(7, 0.6), 4)
-    (1.0, 1.5157)
-    """
+    """((5 + length) / 6)^alpha (Wu et al., 2016); a hypothesis scores log P / penalty."""
     return ((5 + length) / 6) ** alpha
 
 
 @torch.inference_mode()
-def beam_search(
-    model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0.6
-) -> list[list[int]]:
+def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0.6) -> Ids:
     """Translate source ids (B, S) into B lists of target ids, without bos and eos.
 
     Each step keeps the `width` best continuations of a sentence; one that ends with eos leaves the
@@ -1322,7 +1178,7 @@ def beam_search(
     limit = (src != PAD).sum(1) + EXTRA_OUTPUT  # (open sentences), like all that follows
     open_now, width = torch.arange(n, device=device), torch.full((n,), beam, device=device)
     best_score = torch.full((n,), -math.inf, device=device)
-    best: list[list[int]] = [[] for _ in range(n)]
+    best: Ids = [[] for _ in range(n)]
     scores = torch.full((n, beam), -math.inf, device=device)  # summed log-probabilities
     scores[:, 0] = 0.0  # at first the hypotheses of a sentence are all alike: one of them counts
     history = torch.full((n * beam, 1), BOS, device=device)
@@ -1354,58 +1210,51 @@ def beam_search(
         hope = scores.max(1).values / length_penalty(limit.float(), alpha)
         kept = ((width > 0) & (hope > best_score)).nonzero().flatten()
         if len(kept) == 0:
-            break
+            return best
         rows = origin[kept].flatten()
         history = torch.cat([history[rows], token[kept].view(-1, 1)], dim=1)
         for cache in caches:
             cache.target = tuple(part[rows] for part in cache.target)
-        if len(kept) < len(scores):  # else every hypothesis still reads the same memory
-            for cache in caches:
+            if len(kept) < len(scores):  # else every hypothesis still reads the same memory
                 cache.memory = tuple(part[rows] for part in cache.memory)
-            src, open_now, limit = src[rows], open_now[kept], limit[kept]
-            width, best_score, scores = width[kept], best_score[kept], scores[kept]
-    return best
+        src, open_now, limit = src[rows], open_now[kept], limit[kept]
+        width, best_score, scores = width[kept], best_score[kept], scores[kept]
 
 
-def translate_ids(
-    model: Transformer, sources: Rows, beam: int, alpha: float = 0.6, progress: bool = False
-) -> list[list[int]]:
+def translate_ids(model: Transformer, sources: Rows, beam: int, progress: bool = False) -> Ids:
     """Translate any number of encoded sentences, many at once; return them in their order."""
     device = next(model.parameters()).device
     order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))  # like lengths together
-    results: list[list[int]] = [[] for _ in sources]
+    results: Ids = [[] for _ in sources]
     with tqdm(total=len(order), unit="sentence", disable=None if progress else True) as bar:
         while order:
             size = max(1, 4096 // (beam * len(sources[order[0]])))
             chosen, order = order[:size], order[size:]
             src = pad_rows([sources[i] for i in chosen]).to(device)
-            for i, output in zip(chosen, beam_search(model, src, beam, alpha), strict=True):
+            for i, output in zip(chosen, beam_search(model, src, beam), strict=True):
                 results[i] = output
             bar.update(len(chosen))
     return results
 
 
 # ---- Using a trained run: translate, evaluate, prompt ----
-
-
 class Translator:
     """Ordinary text in, ordinary text out, with the best checkpoint of a run."""
 
     def __init__(self, run: Path, device: torch.device, beam: int = 4) -> None:
-        try:
-            checkpoint = load_file(run / BEST)
-        except FileNotFoundError as error:
-            raise UserError(f"No trained model in {run}: --demo or --full trains one.") from error
+        checkpoint = load_file(run / BEST)
+        if checkpoint is None:
+            raise UserError(f"No trained model in {run}: --demo or --full trains one.")
         self.run, self.beam, self.config = run, beam, Config(**checkpoint["config"])
         self.tokenizers = []
         for language, wanted in zip(self.config.languages, checkpoint["tokenizers"], strict=True):
             path = run / f"{language}_tokenizer.json"
-            try:
-                self.tokenizers.append(Tokenizer.from_str(path.read_text(encoding="utf-8")))
-            except Exception as error:  # tokenizers raises a bare Exception for a broken file
-                raise UserError(f"{path} is missing or damaged ({error}).") from error
-            if text_hash(self.tokenizers[-1].to_str()) != wanted:
+            tokenizer = None
+            with contextlib.suppress(Exception):  # tokenizers raises that itself, for a broken file
+                tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            if tokenizer is None or text_hash(tokenizer.to_str()) != wanted:
                 raise UserError(f"{path} is not the tokenizer that {BEST} was trained with.")
+            self.tokenizers.append(tokenizer)
         self.model = build_model(self.config, checkpoint["vocab_sizes"])
         self.model.load_state_dict(checkpoint["weights"])
         self.model.to(device).eval()
@@ -1413,8 +1262,7 @@ class Translator:
 
     def to_corpus(self, lines: Sequence[str], progress: bool = False) -> list[str]:
         """Translate lines of ordinary text, sentence by sentence, into lines of corpus text."""
-        pieces: Rows = []
-        owners: list[int] = []  # the line that each piece belongs to
+        pieces, owners = [], []  # encoded sentences; the line that each belongs to
         longest = MAX_POSITIONS - EXTRA_OUTPUT - 1
         for number, line in enumerate(lines):
             for sentence in self.src_border.sentences(clean(line)):
@@ -1423,7 +1271,7 @@ class Translator:
                     pieces.append(np.append(ids[:-1][start : start + longest], EOS))
                     owners.append(number)
         translated: list[list[str]] = [[] for _ in lines]
-        outputs = translate_ids(self.model, pieces, self.beam, progress=progress)
+        outputs = translate_ids(self.model, pieces, self.beam, progress)
         for owner, output in zip(owners, outputs, strict=True):
             translated[owner].append(ids_to_text(self.tokenizers[1], output))
         return [" ".join(parts) for parts in translated]
@@ -1442,18 +1290,13 @@ def find_run(direction: str) -> Path:
             if config["direction"] == direction:
                 found.append((not config["demo"], path.stat().st_mtime, path.parent))
     if not found:
-        raise UserError(
-            f"Nothing is trained for {direction} yet: --demo --direction {direction} takes a "
-            f"minute, --full --direction {direction} hours."
-        )
+        modes = f"--demo --direction {direction} (a minute) or --full --direction {direction}"
+        raise UserError(f"Nothing is trained for {direction} yet: {modes} (hours) does it.")
     return max(found)[-1]
 
 
 def evaluate(translator: Translator, data: Path) -> None:
-    """Print BLEU and chrF on the test set with signatures; write the hypotheses to a file.
-
-    The source passes the same way as a person's text, so what is scored is what people get.
-    """
+    """Print BLEU and chrF on the test set, passed in as people's text is; write the hypotheses."""
     from sacrebleu.metrics import BLEU, CHRF
 
     if translator.config.demo:
@@ -1478,6 +1321,18 @@ def evaluate(translator: Translator, data: Path) -> None:
         print(f"{name}: {score.format(width=2)}\n    {metric.get_signature()}")
 
 
+def show_demo(translator: Translator) -> None:
+    """Translate the held-out pairs, count the exact ones, show some, say what to do next."""
+    direction = translator.config.direction
+    pairs = [pair if direction == "en-vi" else pair[::-1] for pair in demo_pairs()[1]]
+    outputs = translator.translate([source for source, _ in pairs])
+    right = sum(output == target for output, (_, target) in zip(outputs, pairs, strict=True))
+    print(f"\nPairs never trained on: {right} of {len(pairs)} exactly right. Some of them:")
+    for (source, target), output in list(zip(pairs, outputs, strict=True))[:: len(pairs) // 10]:
+        print(f"  {source} -> {output}{'' if output == target else f' (expected: {target})'}")
+    print(f"\nYour turn: python 08_iwslt_vi_en.py --infer --direction {direction}")
+
+
 def infer(translator: Translator) -> None:
     """Translate what is typed; where stdin is not a terminal, translate it line by line."""
     config = translator.config
@@ -1497,36 +1352,33 @@ def infer(translator: Translator) -> None:
     with contextlib.suppress(ImportError):  # on Windows the terminal itself keeps the history
         import readline  # noqa: F401 (importing it gives input() line editing and history)
     print("Type a sentence. An empty line or Ctrl-D ends.", file=sys.stderr)
+    source, target = (language.upper() for language in config.languages)
     with contextlib.suppress(EOFError):
-        while line := clean(input(f"{config.languages[0].upper()}> ")):
-            print(f"{config.languages[1].upper()}> {translate([line])[0]}")
+        while line := clean(input(f"{source}> ")):
+            print(f"{target}> {translate([line])[0]}")
 
 
 # ---- Command line ----
 
+MODES = {
+    "demo": "train on the built-in pairs, then show translations",
+    "full": "train on the corpus in --data",
+    "infer": "translate what you type, or standard input line by line",
+    "evaluate": "score the test set in --data",
+    "download": "fetch the IWSLT'15 archives into --data",
+}
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; a setting that is not given is absent from what it returns."""
-    parser = argparse.ArgumentParser(
-        description="Train an English-Vietnamese Transformer and translate with it.",
-        epilog=__doc__[__doc__.index("    python") : __doc__.index("It reads")].rstrip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    modes = parser.add_mutually_exclusive_group()
-    for mode, text in (
-        ("demo", "train on the built-in pairs, then show translations"),
-        ("full", "train on the corpus in --data"),
-        ("infer", "translate what you type, or standard input line by line"),
-        ("evaluate", "score the test set in --data"),
-        ("download", "fetch the IWSLT'15 archives into --data"),
-    ):
+    usage = __doc__[__doc__.index("python 08") :].rstrip()
+    parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
+    modes = parser.add_mutually_exclusive_group(required=True)
+    for mode, text in MODES.items():
         modes.add_argument(flag(mode), dest="mode", action="store_const", const=mode, help=text)
     parser.add_argument("--resume", action="store_true", help="go on where training stopped")
     parser.add_argument("--restart", action="store_true", help="replace the run in the folder")
-    parser.add_argument(
-        "--run", type=Path, help="folder of the run (default: runs/full-en-vi, ...)"
-    )
+    parser.add_argument("--run", type=Path, help="folder of the run (default: runs/MODE-DIRECTION)")
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of the corpus")
     parser.add_argument("--beam", type=int, default=4, help="beam width, 1 is greedy (default: 4)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, mps or auto (default)")
@@ -1544,44 +1396,41 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     """Carry out --demo or --full; return the exit status."""
     demo = args.mode == "demo"
     preset = given.get("preset", "demo" if demo else "laptop")
-    fresh = Config(**{**PRESETS[preset], **given, "preset": preset, "demo": demo})
-    named = {**(PRESETS[preset] if "preset" in given else {}), **given, "demo": demo}
+    fresh = Config(**PRESETS[preset] | given | {"preset": preset, "demo": demo})
+    named = (PRESETS[preset] if "preset" in given else {}) | given | {"demo": demo}
     run = args.run or HERE / "runs" / f"{args.mode}-{fresh.direction}"
     keep_freed_memory()
     device, chief = find_device(args.device), RANK == 0
     say = tqdm.write if chief else lambda text: None
-    with lock_folder(run) if chief else contextlib.nullcontext():
-        config = state = prepared = None
+    with contextlib.closing(lock_folder(run)) if chief else contextlib.nullcontext():
+        shared = [None, None, None]
         if chief:
-            config, state = open_run(run, fresh, named, args.resume, args.restart)
-            prepared = prepare(config, args.data, run, state and state["data"])
+            state = None if args.restart else open_run(run, named, args.resume)
+            config = Config(**state["config"]) if state else fresh
+            shared = [config, state, prepare(config, args.data, run, state and state["data"])]
         if WORLD > 1:  # the others wait here until everything is prepared
-            shared = [config, state, chief and prepared.fingerprint]
             dist.broadcast_object_list(shared)
-            config, state, fingerprint = shared
-            prepared = prepared or prepare(config, args.data, run, fingerprint)
+        config, state, prepared = shared
         trainer = Trainer(config, prepared, device, run)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         if state:
-            trainer.load(state)
+            trainer.load_state(state)
             if trainer.step >= trainer.total:
                 say(f"{run} is finished: {trainer.step:,} steps, best dev loss {trainer.best:.3f}.")
                 return 0
-            plan = f"going on after step {trainer.step:,} of {trainer.total:,}"
-        else:
-            minutes = trainer.plan_steps() / 60
-            plan = f"{trainer.total:,} steps, about {minutes:.1f} minutes"
-        c, bf16 = config, "with" if cpu_has_bf16() else "without"
-        processes = "1 process" if WORLD == 1 else f"{WORLD} processes"
+        minutes = trainer.plan_steps() / 60
+        c, t, bf16 = config, trainer, "with" if cpu_has_bf16() else "without"
         say(
             "\n".join(prepared.report) + f"\n{c.direction}: {c.n_layers}+{c.n_layers} layers, "
-            f"d_model {c.d_model}, {c.n_heads} heads, d_ff {c.d_ff}, vocabularies "
-            f"{trainer.vocab_sizes}: {parameters:,} parameters\n{processes} on {device.type} "
-            f"(a CPU {bf16} bf16), {torch.get_num_threads()} threads each, {trainer.precision}\n"
-            f"{plan}, {trainer.total / trainer.steps_per_epoch:.2f} epochs; "
-            f"{16 * parameters / 1e6:,.0f} MB on disk, in {run}"
+            f"d_model {c.d_model}, {c.n_heads} heads, d_ff {c.d_ff}, vocabularies {t.vocab_sizes}: "
+            f"{parameters:,} parameters, {16 * parameters / 1e6:,.0f} MB on disk, in {run}\n"
+            f"{WORLD} process{'es' * (WORLD > 1)} on {device.type} (a CPU {bf16} bf16), "
+            f"{torch.get_num_threads()} threads each, {t.precision}\nAfter step {t.step:,} of "
+            f"{t.total:,} ({t.total / t.steps_per_epoch:.2f} epochs): {minutes:.1f} minutes to go"
         )
         status = trainer.run_to_end()
+        if status:
+            say(f"Stopped after step {trainer.step:,}: --resume goes on from there.")
         if status or not chief:
             return status
         say(f"Best dev loss {trainer.best:.3f}. {trainer.draw_curve()}")
@@ -1593,30 +1442,14 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     return 0
 
 
-def show_demo(translator: Translator) -> None:
-    """Translate the held-out pairs, count the exact ones, show some, say what to do next."""
-    direction = translator.config.direction
-    pairs = [pair if direction == "en-vi" else pair[::-1] for pair in demo_pairs()[1]]
-    outputs = translator.translate([source for source, _ in pairs])
-    right = sum(output == target for output, (_, target) in zip(outputs, pairs, strict=True))
-    print(f"\nPairs never trained on: {right} of {len(pairs)} exactly right. Some of them:")
-    for (source, target), output in list(zip(pairs, outputs, strict=True))[:: len(pairs) // 10]:
-        print(f"  {source} -> {output}{'' if output == target else f' (expected: {target})'}")
-    print(f"\nYour turn: python 08_iwslt_vi_en.py --infer --direction {direction}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")
-    parser = build_parser()
-    args = parser.parse_args(arguments)
-    names = {item.name for item in fields(Config)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    args = build_parser().parse_args(arguments)
+    given = {k: v for k, v in vars(args).items() if k in Config.__dataclass_fields__}
     try:
-        if args.mode is None:
-            raise UserError("say what to do, for instance\n" + parser.epilog)
         if args.beam < 1:
             raise UserError("--beam must be at least 1.")
         if args.mode in ("demo", "full"):
@@ -1632,11 +1465,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Model: {run} ({direction})", file=sys.stderr)
         infer(translator) if args.mode == "infer" else evaluate(translator, args.data)
         return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError as error:
-        print(f"error: out of memory ({error}): lower --batch-tokens or --beam.", file=sys.stderr)
+    except (UserError, torch.OutOfMemoryError) as error:
+        advice = "" if isinstance(error, UserError) else " Lower --batch-tokens or --beam."
+        print(f"error: {error}{advice}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
