@@ -514,10 +514,10 @@ def prepare(config: Config, data: Path, run: Path, resumed: str | None = None) -
             f"The text is not the one that {run} was started with: give the same --data."
         )
 
-    cache, stored = run / "prepared.pth", {}
+    cache, cached = run / "prepared.pth", False
     with contextlib.suppress(Exception):  # whatever is wrong with the cache: prepare again
         stored = torch.load(cache, weights_only=True)
-    cached = stored.get("fingerprint") == fingerprint
+        cached = stored["fingerprint"] == fingerprint
     if cached:
         tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
         train, dev = (
