@@ -187,7 +187,7 @@ def test_a_file_in_place_of_the_run_folder_is_refused(command, corpus, tmp_path)
         more = TINY if mode == "--full" else CPU
         result = command(mode, "--data", corpus, "--run", tmp_path / "file", *more)
         assert str(tmp_path / "file") in result.refused()
-    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.parametrize("mode", ["--infer", "--evaluate"])
