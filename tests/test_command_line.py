@@ -182,12 +182,12 @@ def test_a_direction_cannot_lead_out_of_the_folder_of_runs(elsewhere, capsys, tm
 
 
 def test_a_file_in_place_of_the_run_folder_is_refused(command, corpus, tmp_path):
-    (tmp_path / "file").write_text("mine")
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
     for mode in ("--full", "--infer", "--evaluate"):
         more = TINY if mode == "--full" else CPU
         result = command(mode, "--data", corpus, "--run", tmp_path / "file", *more)
         assert str(tmp_path / "file") in result.refused()
-    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
 
 
 @pytest.mark.parametrize("mode", ["--infer", "--evaluate"])
@@ -472,7 +472,7 @@ def test_newest_full_run_of_the_direction_is_taken_else_the_demo(
     assert chosen("vi-en") == runs / "full-vi-en"
 
     (runs / "broken").mkdir()
-    (runs / "broken" / elsewhere.BEST).write_text("no checkpoint")
+    (runs / "broken" / elsewhere.BEST).write_text("no checkpoint", encoding="utf-8")
     (runs / "strange").mkdir()
     torch.save([1, 2], runs / "strange" / elsewhere.BEST)
     assert chosen("en-vi") == new
