@@ -1122,7 +1122,8 @@ def lock_folder(run: Path) -> sqlite3.Connection:
         lock = sqlite3.connect(run / "lock", timeout=0, isolation_level=None)
         lock.execute("BEGIN EXCLUSIVE")  # SQLite knows how to lock a file on every system
     except (OSError, sqlite3.Error) as error:
-        raise UserError(f"{run} is not free ({error}). Another process trains there?") from error
+        why = f"Another process trains in {run}, or it cannot be written ({error})"
+        raise UserError(f"{why}: wait, or take another --run.") from error
     return lock
 
 
