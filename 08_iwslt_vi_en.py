@@ -43,7 +43,7 @@ import time
 import unicodedata
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -118,14 +118,15 @@ class Config:
     def __post_init__(self) -> None:
         for item in fields(self):
             value, least = getattr(self, item.name), item.metadata.get("least", 0)
-            if not isinstance(value, str) and not least <= value < math.inf:
-                raise UserError(f"{flag(item.name)} must be at least {least}, not {value}.")
+            if not isinstance(value, str) and not least <= value < 2**32:
+                rule = f"must be at least {least} and below 2**32"
+                raise UserError(f"{flag(item.name)} {rule}, not {value}.")
         if not re.fullmatch(r"([a-z]+)-(?!\1$)[a-z]+", self.direction):
             raise UserError(f"--direction must be two languages, like en-vi: {self.direction}.")
         if self.d_model % 2 or self.d_model % self.n_heads:
             raise UserError("--d-model must be even, and --n-heads must divide it.")
-        if max(self.dropout, self.lr) >= 1 or self.seed >= 2**32:
-            raise UserError("--dropout and --lr must be below 1, --seed below 2**32.")
+        if max(self.dropout, self.lr) >= 1:
+            raise UserError("--dropout and --lr must be below 1.")
 
     @property
     def languages(self) -> list[str]:
@@ -176,7 +177,7 @@ def read_part(folder: Path, part: str, languages: Sequence[str]) -> dict[str, by
         content = io.BytesIO(gzip.decompress(archive.read_bytes()))
         with tarfile.open(fileobj=content) as tar:
             files = {Path(m.name).name: tar.extractfile(m).read() for m in tar if m.isfile()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except Exception as error:  # gzip, zlib and tarfile raise what they like
         raise UserError(f"{archive} is no sound .tgz ({error}): fetch it again.") from error
@@ -228,6 +229,7 @@ def download(folder: Path) -> None:
         if hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() != wanted:
             where = url if missing else path
             raise UserError(f"{where} is not the expected file (git blob id {wanted}): not used.")
+        folder.mkdir(parents=True, exist_ok=True)
         if missing:
             write_file(path, data)
         print(f"{path}: {len(data):,} bytes, verified")
@@ -238,7 +240,6 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
     """Replace a file as a whole: whatever happens, there is the old one or the new, never half."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             content(file) if callable(content) else file.write(content)
             file.flush()
@@ -378,7 +379,7 @@ class Moses:
         ['Mr. Hoa is in the U.S. now.', 'Is he late?', 'No.']
         """
         parts, start = [], 0
-        for match in re.finditer(r"([.!?…]+)[\"'”’»)\]]*\s+(?=\S)", text):
+        for match in re.finditer(r"(?<![.!?…])([.!?…]+)[\"'”’»)\]]*\s+(?=\S)", text):
             word = text[start : match.start()].rpartition(" ")[2].lstrip("\"'“‘«([")
             short = word in self.short or "." in word
             if not text[match.end()].islower() and not (match[1] == "." and short):
@@ -480,6 +481,7 @@ def prepare(config: Config, data: Path, run: Path, resumed: str | None = None) -
         raise UserError(f"{run} was started with another text: give the same --data.")
 
     cache, stored = run / "prepared.pth", {}
+    run.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(Exception):  # whatever is wrong with the cache: prepare again
         stored = dict(torch.load(cache, weights_only=True))
     if stored.get("fingerprint") == fingerprint:
@@ -495,8 +497,8 @@ def prepare(config: Config, data: Path, run: Path, resumed: str | None = None) -
         stored = dict(fingerprint=fingerprint, tokenizers=texts, sets=sets, report=report)
         write_file(cache, lambda file: torch.save(stored, file))
     if resumed is None:
-        for name in (BEST, STATE, METRICS):
-            (run / name).unlink(missing_ok=True)
+        for path in (run / BEST, run / STATE, run / METRICS, *run.glob("test.beam*")):
+            path.unlink(missing_ok=True)
     for language, text in zip(config.languages, stored["tokenizers"], strict=True):
         write_file(run / f"{language}_tokenizer.json", text.encode("utf-8"))
     tokenizers = [Tokenizer.from_str(text) for text in stored["tokenizers"]]
@@ -848,9 +850,9 @@ def find_device(name: str) -> torch.device:
     if name == "cuda" and WORLD > 1:
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).partition("\n")[0][:200]
         raise UserError(f"--device {name} cannot be used here ({reason}).") from error
     if WORLD > 1:
         if name.startswith("cuda"):
@@ -1045,7 +1047,8 @@ class Trainer:
         """Write what an exact resume needs, and the metrics so far."""
         parts = {n: getattr(self, n).state_dict() for n in ("model", "optimizer", "scaler")}
         progress = [self.step, self.total, self.best, self.metrics]
-        self.save(STATE, data=self.prepared.fingerprint, progress=progress, **parts)
+        about = dict(data=self.prepared.fingerprint, processes=WORLD, progress=progress)
+        self.save(STATE, **about, **parts)
         lines = "".join(json.dumps(row) + "\n" for row in self.metrics)
         write_file(self.run / METRICS, lines.encode("utf-8"))
 
@@ -1098,19 +1101,24 @@ class Trainer:
 
     def draw_curve(self) -> str:
         """Draw the losses into curve.png; return a sentence about it."""
+        path = self.run / "curve.png"
         try:
             from matplotlib.figure import Figure
-        except ImportError:
-            return "No curve.png: matplotlib is not installed."
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        for key, label, style in (("loss", "training", "-"), ("dev_loss", "dev", "o--")):
-            rows = [row for row in self.metrics if key in row]
-            axes.plot([row["step"] for row in rows], [row[key] for row in rows], style, label=label)
-        axes.set(xlabel="step", ylabel="cross-entropy per target token (nats)", title=self.run.name)
-        axes.legend()
-        path = self.run / "curve.png"
-        write_file(path, lambda file: figure.savefig(file, format="png", dpi=150))
+
+            figure = Figure(figsize=(7, 4), layout="constrained")
+            axes = figure.subplots()
+            for key, label, style in (
+                ("loss", "training (smoothed labels, dropout)", "-"),
+                ("dev_loss", "dev", "o--"),
+            ):
+                points = [(row["step"], row[key]) for row in self.metrics if key in row]
+                axes.plot(*zip(*points, strict=True), style, label=label)
+            axes.set(xlabel="step", ylabel="cross-entropy per target token (nats)")
+            axes.set_title(self.run.name, parse_math=False)
+            axes.legend()
+            write_file(path, lambda file: figure.savefig(file, format="png", dpi=150))
+        except Exception as error:  # a picture is no reason to fail after hours of training
+            return f"No curve.png ({error})."
         return f"The curve is in {path}."
 
 
@@ -1138,6 +1146,15 @@ def load_file(path: Path) -> dict[str, Any] | None:
     raise UserError(f"{path} cannot be read: it is damaged, or not saved by this program.")
 
 
+@contextlib.contextmanager
+def refusing_misfits(path: Path) -> Iterator[None]:
+    """Turn what goes wrong in using a sound file with other content into a sentence."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path} does not fit this program ({str(error)[:100]!r}).") from error
+
+
 def open_run(run: Path, named: dict[str, Any], resume: bool) -> dict[str, Any] | None:
     """Return the stored state of a run to be resumed, or None where a new one may begin.
 
@@ -1150,6 +1167,8 @@ def open_run(run: Path, named: dict[str, Any], resume: bool) -> dict[str, Any] |
         wrong = [f"{flag(n)} {config[n]}" for n, value in named.items() if config[n] != value]
         if wrong:
             raise UserError(f"{run} was started with {', '.join(wrong)}: keep that, or --restart.")
+        if state["processes"] != WORLD:
+            raise UserError(f"{run} was started with {state['processes']} processes, not {WORLD}.")
         return state
     saved = state or load_file(run / BEST)
     if saved and not (named["demo"] and saved["config"]["demo"]):
@@ -1157,6 +1176,8 @@ def open_run(run: Path, named: dict[str, Any], resume: bool) -> dict[str, Any] |
         raise UserError(f"{run} holds a run: {advice}--restart replaces it.")
     if resume:
         print(f"Nothing to resume in {run}: starting afresh.")
+    elif saved:
+        print(f"Replacing the demo in {run}.")
     return None
 
 
@@ -1246,8 +1267,11 @@ class Translator:
         checkpoint = load_file(run / BEST)
         if checkpoint is None:
             raise UserError(f"No trained model in {run}: --demo or --full trains one.")
-        self.run, self.beam, self.config = run, beam, Config(**checkpoint["config"])
-        self.tokenizers = []
+        self.run, self.beam, self.tokenizers = run, beam, []
+        with refusing_misfits(run / BEST):
+            self.config = Config(**checkpoint["config"])
+            self.model = build_model(self.config, checkpoint["vocab_sizes"])
+            self.model.load_state_dict(checkpoint["weights"])
         for language, wanted in zip(self.config.languages, checkpoint["tokenizers"], strict=True):
             path = run / f"{language}_tokenizer.json"
             tokenizer = None
@@ -1256,8 +1280,6 @@ class Translator:
             if tokenizer is None or text_hash(tokenizer.to_str()) != wanted:
                 raise UserError(f"{path} is not the tokenizer that {BEST} was trained with.")
             self.tokenizers.append(tokenizer)
-        self.model = build_model(self.config, checkpoint["vocab_sizes"])
-        self.model.load_state_dict(checkpoint["weights"])
         self.model.to(device).eval()
         self.src_border, self.tgt_border = map(Moses, self.config.languages)
 
@@ -1303,16 +1325,17 @@ def evaluate(translator: Translator, data: Path) -> None:
     if translator.config.demo:
         raise UserError("The demo has no test set: --demo itself reports its held-out pairs.")
     pairs = load_pairs(data, "test", translator.config.languages)
+    if not pairs:
+        raise UserError(f"The test files in {data} are empty.")
     to_text = translator.tgt_border.to_text
     sources = [translator.src_border.to_text(source) for source, _ in pairs]
     references = [reference for _, reference in pairs]
     hypotheses = translator.to_corpus(sources, progress=True)
     outputs, targets = list(map(to_text, hypotheses)), list(map(to_text, references))
     path = translator.run / f"test.beam{translator.beam}.{translator.config.languages[1]}"
-    write_file(path, "".join(line + "\n" for line in hypotheses).encode("utf-8"))
     for i in range(0, len(pairs), max(1, len(pairs) // 10))[:10]:
         print(f"{sources[i]}\n -> {outputs[i]}\n  = {targets[i]}\n")
-    print(f"{len(pairs):,} test pairs, beam {translator.beam}; hypotheses in {path}")
+    print(f"{len(pairs):,} test pairs, beam {translator.beam}")
     for name, metric, hypothesis, reference in (
         ("BLEU on corpus text", BLEU(tokenize="none", force=True), hypotheses, references),
         ("BLEU on ordinary text", BLEU(), outputs, targets),
@@ -1320,6 +1343,8 @@ def evaluate(translator: Translator, data: Path) -> None:
     ):
         score = metric.corpus_score(hypothesis, [reference], n_bootstrap=1000)
         print(f"{name}: {score.format(width=2)}\n    {metric.get_signature()}")
+    write_file(path, "".join(line + "\n" for line in hypotheses).encode("utf-8"))
+    print(f"The hypotheses are in {path}.")
 
 
 def show_demo(translator: Translator) -> None:
@@ -1329,9 +1354,12 @@ def show_demo(translator: Translator) -> None:
     outputs = translator.translate([source for source, _ in pairs])
     right = sum(output == target for output, (_, target) in zip(outputs, pairs, strict=True))
     print(f"\nPairs never trained on: {right} of {len(pairs)} exactly right. Some of them:")
-    for (source, target), output in list(zip(pairs, outputs, strict=True))[:: len(pairs) // 10]:
-        print(f"  {source} -> {output}{'' if output == target else f' (expected: {target})'}")
-    print(f"\nYour turn: python 08_iwslt_vi_en.py --infer --direction {direction}")
+    for i, ((source, target), output) in enumerate(zip(pairs, outputs, strict=True)):
+        if output != target:
+            print(f"  {source} -> {output} (wrong, expected: {target})")
+        elif i % 9 == 0:
+            print(f"  {source} -> {output}")
+    print(f"\nYour turn: python 08_iwslt_vi_en.py --infer --run {translator.run}")
 
 
 def infer(translator: Translator) -> None:
@@ -1342,7 +1370,9 @@ def infer(translator: Translator) -> None:
 
     def translate(lines: list[str]) -> list[str]:
         for line in lines if known else ():
-            if new := set(re.findall(r"[^\W_]+", clean(line).lower())) - known:
+            words = re.findall(r"[^\W_]+(?:['’][^\W_]+)*", clean(line))
+            words = (w if w.isupper() and len(w) > 1 else w.lower() for w in words)  # "AM" is new
+            if new := set(words) - known:
                 print(f"(the demo never saw: {', '.join(sorted(new))})", file=sys.stderr)
         return translator.translate(lines)
 
@@ -1372,13 +1402,14 @@ MODES = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; a setting that is not given is absent from what it returns."""
-    usage = __doc__[__doc__.index("python 08") :].rstrip()
+    usage = "python 08" + (__doc__ or "").partition("python 08")[2].rstrip()
     parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
     modes = parser.add_mutually_exclusive_group(required=True)
     for mode, text in MODES.items():
         modes.add_argument(flag(mode), dest="mode", action="store_const", const=mode, help=text)
-    parser.add_argument("--resume", action="store_true", help="go on where training stopped")
-    parser.add_argument("--restart", action="store_true", help="replace the run in the folder")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--resume", action="store_true", help="go on where training stopped")
+    again.add_argument("--restart", action="store_true", help="replace the run in the folder")
     parser.add_argument("--run", type=Path, help="folder of the run (default: runs/MODE-DIRECTION)")
     parser.add_argument("--data", type=Path, default=HERE / "data", help="folder of the corpus")
     parser.add_argument("--beam", type=int, default=4, help="beam width, 1 is greedy (default: 4)")
@@ -1402,32 +1433,39 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     run = args.run or HERE / "runs" / f"{args.mode}-{fresh.direction}"
     keep_freed_memory()
     device, chief = find_device(args.device), RANK == 0
+    choose_precision(fresh.precision, device)  # refused here, before anything is replaced
     say = tqdm.write if chief else lambda text: None
     with contextlib.closing(lock_folder(run)) if chief else contextlib.nullcontext():
         shared = [None, None, None]
         if chief:
             state = None if args.restart else open_run(run, named, args.resume)
-            config = Config(**state["config"]) if state else fresh
+            with refusing_misfits(run / STATE):
+                config = Config(**state["config"]) if state else fresh
             shared = [config, state, prepare(config, args.data, run, state and state["data"])]
         if WORLD > 1:  # the others wait here until everything is prepared
             dist.broadcast_object_list(shared)
         config, state, prepared = shared
+        say("\n".join(prepared.report))
         trainer = Trainer(config, prepared, device, run)
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         if state:
-            trainer.load_state(state)
+            with refusing_misfits(run / STATE):
+                trainer.load_state(state)
             if trainer.step >= trainer.total:
                 say(f"{run} is finished: {trainer.step:,} steps, best dev loss {trainer.best:.3f}.")
                 return 0
-        minutes = trainer.plan_steps() / 60
         c, t, bf16 = config, trainer, "with" if cpu_has_bf16() else "without"
         say(
-            "\n".join(prepared.report) + f"\n{c.direction}: {c.n_layers}+{c.n_layers} layers, "
-            f"d_model {c.d_model}, {c.n_heads} heads, d_ff {c.d_ff}, vocabularies {t.vocab_sizes}: "
+            f"{c.direction}: {c.n_layers}+{c.n_layers} layers, d_model {c.d_model}, {c.n_heads} "
+            f"heads, d_ff {c.d_ff}, vocabularies {t.vocab_sizes[0]:,} and {t.vocab_sizes[1]:,}: "
             f"{parameters:,} parameters, {16 * parameters / 1e6:,.0f} MB on disk, in {run}\n"
-            f"{WORLD} process{'es' * (WORLD > 1)} on {device.type} (a CPU {bf16} bf16), "
-            f"{torch.get_num_threads()} threads each, {t.precision}\nAfter step {t.step:,} of "
-            f"{t.total:,} ({t.total / t.steps_per_epoch:.2f} epochs): {minutes:.1f} minutes to go"
+            f"{WORLD} process{'es' * (WORLD > 1)} on {device.type}, {torch.get_num_threads()} "
+            f"threads, {t.precision} (this CPU is {bf16} bf16 arithmetic)\nMeasuring the speed ..."
+        )
+        minutes = trainer.plan_steps() / 60
+        say(
+            f"After step {t.step:,} of {t.total:,}: about {minutes:.1f} minutes to go "
+            f"({t.total / t.steps_per_epoch:.2f} epochs in all)"
         )
         status = trainer.run_to_end()
         if status:
@@ -1445,14 +1483,17 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")
     args = build_parser().parse_args(arguments)
     given = {k: v for k, v in vars(args).items() if k in Config.__dataclass_fields__}
     try:
-        if args.beam < 1:
-            raise UserError("--beam must be at least 1.")
+        if not 1 <= args.beam <= 1000:
+            raise UserError("--beam must be between 1 and 1,000.")
         if args.mode in ("demo", "full"):
             return train(args, given)
         if args.mode == "download":
@@ -1466,9 +1507,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Model: {run} ({direction})", file=sys.stderr)
         infer(translator) if args.mode == "infer" else evaluate(translator, args.data)
         return 0
-    except (UserError, torch.OutOfMemoryError) as error:
-        advice = "" if isinstance(error, UserError) else " Lower --batch-tokens or --beam."
-        print(f"error: {error}{advice}", file=sys.stderr)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:  # on a CPU running out of memory is known by its words only
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        print("error: out of memory: lower --batch-tokens, --beam or sizes.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -1476,6 +1521,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:  # a disk that is full, a name that is too long
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -725,7 +725,15 @@ def test_the_demo_knows_no_other_languages(lesson8, tmp_path):
 # write_file
 
 
+def test_write_file_does_not_bring_back_a_folder_that_was_deleted(lesson8, tmp_path):
+    """Whoever deletes a run's folder while it trains frees its lock: it must not reappear."""
+    with pytest.raises(lesson8.UserError, match="could not be written"):
+        lesson8.write_file(tmp_path / "gone" / "a", b"bytes")
+    assert snapshot(tmp_path) == {}
+
+
 def test_write_file_writes_bytes_or_what_a_function_writes(lesson8, tmp_path):
+    (tmp_path / "new").mkdir()
     lesson8.write_file(tmp_path / "new" / "a", b"bytes\r\n")
     lesson8.write_file(tmp_path / "new" / "b", lambda file: file.write(b"from a function"))
     assert snapshot(tmp_path / "new") == {"a": b"bytes\r\n", "b": b"from a function"}

@@ -705,3 +705,30 @@ def test_signal_to_one_process_stops_all_after_the_same_step(lesson8, full, corp
     assert 0 < step < total
     assert f"step {step}" in texts[0] and "--resume" in texts[0]
     assert texts[1] == "", "only the first process speaks"
+
+
+def test_restart_that_cannot_begin_loses_nothing(full, copy):
+    before = contents(copy)
+    assert "fp16" in full("--restart", "--precision", "fp16", run=copy).refused()
+    assert contents(copy) == before
+
+
+def test_resume_and_restart_together_are_refused(full, copy):
+    before = contents(copy)
+    assert full("--resume", "--restart", run=copy).status == 2
+    assert contents(copy) == before
+
+
+def test_resume_with_another_number_of_processes_is_refused(lesson8, full, unfinished, monkeypatch):
+    """The batches of a step would be others, and the number of epochs too."""
+    state = load(unfinished / lesson8.STATE)
+    torch.save(state | {"processes": 2}, unfinished / lesson8.STATE)
+    assert "2 processes" in full("--resume").refused()
+
+
+@pytest.mark.parametrize("change", [{"extra": 1}, {"d_model": None}, {"d_model": 32}])
+def test_checkpoint_of_another_shape_is_refused(lesson8, command, copy, change):
+    best = load(copy / lesson8.BEST)
+    torch.save(best | {"config": best["config"] | change}, copy / lesson8.BEST)
+    sentence = command("--infer", "--device", "cpu", "--run", copy).refused()
+    assert lesson8.BEST in sentence
