@@ -328,29 +328,33 @@ def section_blueprints() -> None:
 
 
 # ---- Memory and arithmetic ----
-def forward_flops(sizes: Sizes, src_length: int, tgt_length: int) -> int:
-    """Count the additions and multiplications in the matrix products for one sentence pair.
+SRC_LENGTH, TGT_LENGTH = 20, 24  # tokens of a usual sentence pair
+
+
+def forward_flops(sizes: Sizes) -> int:
+    """Count the additions and multiplications in the matrix products for such a sentence pair.
 
     A product (m, k) @ (k, n) takes 2 m k n. Of all arithmetic, only the softmaxes, norms and the
     like are left out, which are few.
     """
     d, _, d_ff, n, vocabulary = sizes
-    s, t = src_length, tgt_length
+    s, t = SRC_LENGTH, TGT_LENGTH
     encoder = s * 4 * d * d + 2 * s * s * d + s * 2 * d * d_ff
     masked = t * 4 * d * d + 2 * t * t * d
     cross = t * 2 * d * d + s * 2 * d * d + 2 * t * s * d  # keys and values are the memory's
     return 2 * (n * (encoder + masked + cross + t * 2 * d * d_ff) + t * d * vocabulary)
 
 
-def run_on_meta(sizes: Sizes, batch: int, src_length: int, tgt_length: int) -> tuple[int, int, int]:
-    """Run PyTorch's model on shapes alone; return FLOPs forward, FLOPs in all, bytes kept.
+def run_on_meta(sizes: Sizes, batch: int, backward: bool = False) -> tuple[int, int]:
+    """Run PyTorch's model on the shapes of a batch; return FLOPs and bytes of activations.
 
     Activations are what the forward pass must keep for the backward pass: autograd hands each such
     tensor to a hook. Several may share one storage, which counts once; weights do not count.
     """
     model, embedding = torch_transformer(sizes)
+    parameters = [*model.parameters(), embedding.weight]
     with torch.device("meta"):
-        src, tgt = (torch.zeros(batch, n, dtype=torch.long) for n in (src_length, tgt_length))
+        src, tgt = (torch.zeros(batch, n, dtype=torch.long) for n in (SRC_LENGTH, TGT_LENGTH))
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -358,26 +362,29 @@ def run_on_meta(sizes: Sizes, batch: int, src_length: int, tgt_length: int) -> t
         return tensor
 
     hooks = saved_tensors_hooks(keep, lambda tensor: tensor)
-    with FlopCounterMode(display=False) as counter, hooks:
-        logits = model(embedding(src), embedding(tgt)) @ embedding.weight.T
-        forward = counter.get_total_flops()
-        for module in (model, embedding):
-            for parameter in module.parameters():
-                kept.pop(parameter.untyped_storage()._cdata, None)
-        logits.sum().backward()
-        return forward, counter.get_total_flops(), sum(kept.values())
+    with FlopCounterMode(display=False) as counter:
+        with hooks:
+            logits = model(embedding(src), embedding(tgt)) @ embedding.weight.T
+        for parameter in parameters:
+            kept.pop(parameter.untyped_storage()._cdata, None)
+        if backward:
+            logits.sum().backward()
+    return counter.get_total_flops(), sum(kept.values())
 
 
-def needs(sizes: Sizes, batch: int = 32, length: int = 25) -> list[str]:
-    """Return memory (MB) for weights, training state and activations, and MFLOPs a token."""
+def needs(sizes: Sizes, activations: int) -> list[str]:
+    """Return MB of weights, of training state and of activations, and MFLOP a target token."""
     parameters = sum(parameters_by_part(sizes).values())
-    activations = run_on_meta(sizes, batch, length, length)[2]
-    a_token = forward_flops(sizes, length, length) / length
+    a_token = forward_flops(sizes) / TGT_LENGTH
     numbers = (4 * parameters, 16 * parameters, activations, a_token, 3 * a_token)
     return [f"{number / 1e6:,.1f}" for number in numbers]
 
 
 NEEDS = ["weights", "training", "activations", "forward", "training"]
+UNITS = f"""\
+    MB for weights, for training (weights, gradients, Adam), for the activations of 32 pairs
+    of {SRC_LENGTH} + {TGT_LENGTH} tokens; MFLOP a target token, forward and in training:
+"""
 
 
 def section_needs() -> None:
@@ -394,19 +401,19 @@ def section_needs() -> None:
     pass needs two products for every one of the forward pass, so training takes 3 times
     as much.
     """
-    print("    MB for weights, for training (weights, gradients, Adam), for the activations of 32")
-    print("    pairs of 25 + 25 tokens; MFLOP a target token, forward and in training:\n")
-    table(["size", *NEEDS], *([name, *needs(sizes)] for name, sizes in SIZES.items()))
+    runs = {name: run_on_meta(sizes, 32) for name, sizes in SIZES.items()}
+    print(UNITS)
+    rows = ([name, *needs(sizes, runs[name][1])] for name, sizes in SIZES.items())
+    table(["size", *NEEDS], *rows)
     print()
     for name, sizes in SIZES.items():
-        forward, in_all, _ = run_on_meta(sizes, 1, 20, 24)
-        ours = forward_flops(sizes, 20, 24)
-        evidence = f"{ours:,} for 20 + 24 tokens"
-        check(f"{name}: forward FLOPs as PyTorch counts them", ours == forward, evidence)
-    check("training takes 3 times as much", in_all == 3 * forward, f"{in_all:,} = 3 × {forward:,}")
-    small, large = (run_on_meta(SIZES["Base"], batch, 25, 25)[2] for batch in (8, 32))
-    evidence = f"8 pairs {small:,} bytes, 32 pairs {large:,}"
-    check("activations grow with the batch, weights do not", large == 4 * small, evidence)
+        ours, counted = 32 * forward_flops(sizes), runs[name][0]
+        check(f"{name}: FLOPs as PyTorch counts them", ours == counted, f"{ours:,} for 32 pairs")
+    flops, small = run_on_meta(SIZES["Tiny"], 8, backward=True)
+    ours = 8 * forward_flops(SIZES["Tiny"])
+    check("with the backward pass, 3 times as many", flops == 3 * ours, f"{flops:,} = 3 × {ours:,}")
+    evidence = f"Tiny, 8 pairs: {small:,} bytes, 32 pairs: {runs['Tiny'][1]:,}"
+    check("activations grow with the batch", runs["Tiny"][1] == 4 * small, evidence)
     print("\n  That is the plan and its price. Lesson 2 begins to build: from words to vectors.")
 
 
@@ -420,8 +427,8 @@ def calculate(args: argparse.Namespace) -> int:
         refuse(f"--d-model must be even, and a multiple of --n-heads: {sizes[0]} and {sizes[1]}.")
     parts = parameters_by_part(sizes)
     table(["part", "parameters"], *parts.items(), ["in all", sum(parts.values())])
-    print("\n    Batch of 32 pairs of 25 + 25 tokens; MB of memory, MFLOP a target token:\n")
-    table(NEEDS, needs(sizes))
+    print(f"\n{UNITS}")
+    table(NEEDS, needs(sizes, run_on_meta(sizes, 32)[1]))
     return 0
 
 
