@@ -382,8 +382,8 @@ def needs(sizes: Sizes, activations: int) -> list[str]:
 
 NEEDS = ["weights", "training", "activations", "forward", "training"]
 UNITS = f"""\
-    MB for weights, for training (weights, gradients, Adam), for the activations of 32 pairs
-    of {SRC_LENGTH} + {TGT_LENGTH} tokens; MFLOP a target token, forward and in training:
+    MB for weights, for training (weights, gradients, Adam), for the activations of 32
+    pairs of {SRC_LENGTH} + {TGT_LENGTH} tokens; MFLOP a target token, forward and in training:
 """
 
 
@@ -695,7 +695,8 @@ def teach(args: argparse.Namespace) -> int:
     print()
     if args.figures:
         save_figures(args.figures)
-    print(f"All {len(proved)} checks passed. Next: --quiz, and the exercise with --check.")
+    done = f"All {len(proved)} checks passed. " if proved else ""
+    print(f"{done}Next: --quiz, and the exercise with --check.")
     return 0
 
 

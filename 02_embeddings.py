@@ -623,7 +623,8 @@ def teach(args: argparse.Namespace) -> int:
     print()
     if args.figures:
         save_figures(args.figures)
-    print(f"All {len(proved)} checks passed. Next: --quiz, and the exercise with --check.")
+    done = f"All {len(proved)} checks passed. " if proved else ""
+    print(f"{done}Next: --quiz, and the exercise with --check.")
     return 0
 
 
