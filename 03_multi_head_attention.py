@@ -54,7 +54,7 @@ Mask = Tensor | None  # boolean, True means "may attend"; broadcasts to (B, head
 
 
 # ---- A soft look-up ----
-def section_look_up() -> None:
+def section_soft_look_up() -> None:
     """Attention is a look-up that does not have to choose
 
     A Python dictionary answers a query with the value of the one key that equals it.
@@ -410,8 +410,8 @@ to compare with it, section 6 turns the mask round with ~.
 """
 
 
-def exercise() -> tuple[str, Callable, dict[str, tuple], dict[str, Callable]]:
-    """Return name, solution, inputs by case, and the versions with a usual mistake."""
+def exercise() -> list[tuple]:
+    """Return name, solution, inputs by case and usual mistakes of each function to write."""
 
     def version(scale: float = -0.5, dim: int = -1, blocked: float = -1e9, turn: bool = False):
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask = None) -> Tensor:
@@ -452,7 +452,7 @@ def exercise() -> tuple[str, Callable, dict[str, tuple], dict[str, Callable]]:
         "the mask comes after softmax, and rows no longer add up to 1": late,
         "blocked scores become -inf: where all are, softmax is NaN": version(blocked=-math.inf),
     }
-    return "attention", solution, cases, mistakes
+    return [("attention", solution, cases, mistakes)]
 
 
 FLAGS: dict[str, tuple] = {}  # flags of this lesson alone: what each does instead, its options
@@ -497,43 +497,53 @@ def ask() -> int:
     return 0
 
 
-def outcome(function: Callable, arguments: tuple) -> Tensor:
-    """Return what a function makes of copies of the arguments, as a tensor of float64."""
-    return torch.as_tensor(function(*copy.deepcopy(arguments)), dtype=torch.float64).detach()
+def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
+    """Return what a function makes of copies of the arguments, each result in float64."""
+    results = function(*copy.deepcopy(arguments))
+    results = results if isinstance(results, tuple) else (results,)
+    return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 
 
-def difference(want: Tensor, have: Tensor) -> str:
+def difference(want: list[Tensor], have: list[Tensor]) -> str:
     """Return the first difference in words, nothing where there is none."""
-    if have.shape != want.shape:
-        return f"shape expected {tuple(want.shape)}, got {tuple(have.shape)}"
-    for cell in (~torch.isclose(have, want, rtol=0, atol=1e-4, equal_nan=True)).nonzero():
-        numbers = f"expected {want[tuple(cell)]:.9g}, got {have[tuple(cell)]:.9g}"
-        return f"at {cell.tolist()} {numbers}" if have.dim() else numbers
+    if len(have) != len(want):
+        return f"results expected {len(want)}, got {len(have)}"
+    for number, (right, mine) in enumerate(zip(want, have, strict=True), 1):
+        which = f"result {number} of {len(want)}: " if len(want) > 1 else ""
+        if mine.shape != right.shape:
+            return f"{which}shape expected {tuple(right.shape)}, got {tuple(mine.shape)}"
+        for cell in (~torch.isclose(mine, right, rtol=0, atol=1e-4, equal_nan=True)).nonzero():
+            at = f"at {cell.tolist()} " if right.dim() else ""
+            numbers = f"expected {right[tuple(cell)]:.9g}, got {mine[tuple(cell)]:.9g}"
+            return f"{which}{at}{numbers}"
     return ""
 
 
 def grade(file: Path) -> int:
-    """Try the function in a learner's file on each case of the exercise; return the status."""
-    name, solution, cases, mistakes = exercise()
+    """Try the functions in a learner's file on the cases of the exercise; return the status."""
     alarm = threading.Timer(20, _thread.interrupt_main)  # as if somebody pressed Ctrl-C
     alarm.daemon = True
     alarm.start()
-    title = "the file itself"
+    title, right = "the file itself", 0
     try:
-        function = runpy.run_path(str(file)).get(name)
-        if not callable(function):
-            raise NameError(f"no function {name} in it; the lesson's first lines describe one")
-        for title, arguments in cases.items():
-            have = outcome(function, arguments)
-            problem = difference(outcome(solution, arguments), have)
-            if problem:
-                print(f"✗ {title}: {problem}.")
-                for mistake, wrong in mistakes.items():
-                    if not difference(outcome(wrong, arguments), have):
-                        print(f"  It looks as if {mistake}.")
-                        break
-                return 1
-            print(f"✓ {title}")
+        answers = runpy.run_path(str(file))
+        for name, solution, cases, mistakes in exercise():
+            function = answers.get(name)
+            if not callable(function):
+                title = "the file itself"
+                raise NameError(f"no function {name} in it; the lesson's first lines describe one")
+            for title, arguments in cases.items():
+                have = outcome(function, arguments)
+                problem = difference(outcome(solution, arguments), have)
+                if problem:
+                    print(f"✗ {title}: {problem}.")
+                    for mistake, wrong in mistakes.items():
+                        if not difference(outcome(wrong, arguments), have):
+                            print(f"  It looks as if {mistake}.")
+                            break
+                    return 1
+                print(f"✓ {title}")
+                right += 1
     except KeyboardInterrupt:
         refuse(f"{file} was stopped at {title}: 20 seconds are enough. Does every loop end?")
     except (Exception, SystemExit) as error:  # whatever a learner's file may do
@@ -542,7 +552,7 @@ def grade(file: Path) -> int:
         refuse(f"{file}{line} fails at {title}: {type(error).__name__}: {error}.")
     finally:
         alarm.cancel()
-    print(f"All {len(cases)} cases right.")
+    print(f"All {right} cases right.")
     return 0
 
 
@@ -604,10 +614,11 @@ def save_figures(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, draw in named("draw_").items():
         figure, file = Figure(figsize=(7, 4), layout="constrained"), folder / f"{name}.png"
+        torch.manual_seed(torch.initial_seed())
         draw(figure)
         figure.savefig(file.with_suffix(".tmp"), format="png", dpi=150)
-        os.replace(file.with_suffix(".tmp"), file)
-        print(f"Saved {file}")
+        file.with_suffix(".tmp").replace(file)
+        print(f"\nSaved {file}")
 
 
 def teach(args: argparse.Namespace) -> int:
@@ -625,13 +636,12 @@ def teach(args: argparse.Namespace) -> int:
     for number in args.section or range(1, len(sections) + 1):
         title, _, explanation = inspect.getdoc(sections[number - 1]).partition("\n\n")
         print(f"\n\n{number}. {title}\n{'─' * (len(title) + 3)}\n{explanation}\n")
-        torch.manual_seed(args.seed)
+        torch.manual_seed(args.seed % 2**32)
         sections[number - 1]()
-    print()
     if args.figures:
         save_figures(args.figures)
-    done = f"All {len(proved)} checks passed. " if proved else ""
-    print(f"{done}Next: --quiz, and the exercise with --check.")
+    done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
+    print(f"{done}Next: --quiz, and the exercise with --check.", flush=True)
     return 0
 
 
@@ -641,9 +651,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="plain")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     titles = [section.__doc__.splitlines()[0] for section in named("section_").values()]
     parser.epilog = "\n".join(["sections:", *(f"  {n}  {t}" for n, t in enumerate(titles, 1))])
     numbers = dict(type=int, action="append", choices=range(1, len(titles) + 1), metavar="N")

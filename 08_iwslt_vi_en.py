@@ -253,28 +253,28 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
 
 
 # ---- The demo's data: everyday sentences made from a small table of phrases ----
-def table(text: str) -> dict[str, str]:
+def phrases(text: str) -> dict[str, str]:
     """Read "english = vietnamese, ..." into a dictionary."""
     return dict(entry.strip().split(" = ") for entry in text.split(","))
 
 
-SUBJECTS = table("""i = tôi, we = chúng tôi, you = bạn, they = họ, he = anh ấy, she = cô ấy,
+SUBJECTS = phrases("""i = tôi, we = chúng tôi, you = bạn, they = họ, he = anh ấy, she = cô ấy,
     my mother = mẹ tôi, my father = bố tôi""")
-FEELINGS = table("""happy = vui, sad = buồn, tired = mệt, busy = bận, hungry = đói, thirsty = khát,
-    sleepy = buồn ngủ, well = khỏe""")
-ACTIONS = table("""drink coffee = uống cà phê, drink tea = uống trà, eat rice = ăn cơm,
+FEELINGS = phrases("""happy = vui, sad = buồn, tired = mệt, busy = bận, hungry = đói,
+    thirsty = khát, sleepy = buồn ngủ, well = khỏe""")
+ACTIONS = phrases("""drink coffee = uống cà phê, drink tea = uống trà, eat rice = ăn cơm,
     eat pho = ăn phở, read books = đọc sách, read the newspaper = đọc báo,
     watch television = xem ti vi, listen to music = nghe nhạc, play football = đá bóng,
     learn english = học tiếng anh, learn vietnamese = học tiếng việt""")
-PLACES = table("""market = chợ, supermarket = siêu thị, restaurant = nhà hàng, park = công viên,
+PLACES = phrases("""market = chợ, supermarket = siêu thị, restaurant = nhà hàng, park = công viên,
     library = thư viện, hospital = bệnh viện, bank = ngân hàng, post office = bưu điện""")
 # A counted or pointed-at thing takes a classifier, the first word here: "quyển sách", a book.
-THINGS = table("""book = quyển sách, pen = cái bút, bag = cái túi, phone = chiếc điện thoại,
+THINGS = phrases("""book = quyển sách, pen = cái bút, bag = cái túi, phone = chiếc điện thoại,
     bicycle = chiếc xe đạp, car = chiếc ô tô, cat = con mèo, dog = con chó""")
-QUALITIES = table("beautiful = đẹp, expensive = đắt, cheap = rẻ, big = to, small = nhỏ")
-POINTERS = table("this = này, that = kia")
-HABITS = table("every day = mỗi ngày, every morning = mỗi sáng, every evening = mỗi tối")
-TIMES = table("today = hôm nay, tonight = tối nay, tomorrow = ngày mai")
+QUALITIES = phrases("beautiful = đẹp, expensive = đắt, cheap = rẻ, big = to, small = nhỏ")
+POINTERS = phrases("this = này, that = kia")
+HABITS = phrases("every day = mỗi ngày, every morning = mỗi sáng, every evening = mỗi tối")
+TIMES = phrases("today = hôm nay, tonight = tối nay, tomorrow = ngày mai")
 # Tables made from those: only English verbs change their form, only classifiers drop out.
 ASKED = dict(itertools.islice(SUBJECTS.items(), 2, None))  # nobody asks "am i hungry"
 PLANS = ACTIONS | {f"go to the {en}": f"đi {vi}" for en, vi in PLACES.items()}
