@@ -4,20 +4,21 @@
 # ///
 """Lesson 1: architecture overview.
 
-This course builds the Transformer of 2017 by hand, part by part, until lesson 8 trains
-a translator with it. This lesson is the plan. When you have worked through it you can
-say why a translator needs attention, name every part of the model, count its parameters
-to the last one, and tell beforehand what a model needs in memory and arithmetic.
+This course builds the Transformer of 2017 by hand, part by part, until lesson 8
+trains a translator with it. This lesson is the plan. When you have worked through it
+you can say why a translator needs attention, name every part of the model, count its
+parameters to the last one, and tell beforehand what a model needs in memory and
+arithmetic.
 
     python 01_architecture_overview.py               the lesson; --section 3 only a part
     python 01_architecture_overview.py --quiz        questions, with explanations
     python 01_architecture_overview.py --check FILE  the exercise, in a file of your own
-    python 01_architecture_overview.py --d-model 512 --n-heads 8 --d-ff 2048 --n-layers 6
-        --vocab 37000                                the needs of a model of your own
+    python 01_architecture_overview.py --d-model 256 --n-layers 4
+                                         what such a model needs (--help: all sizes)
 
-Exercise: write count_parameters(d_model, n_heads, d_ff, n_layers, vocab_size): the number
-of parameters of a post-norm Transformer with n_layers encoder and n_layers decoder layers
-and one matrix for source, target and output. Return an int.
+Exercise: write count_parameters(d_model, n_heads, d_ff, n_layers, vocab_size): the
+number of parameters of a post-norm Transformer with n_layers encoder and n_layers
+decoder layers and one matrix for source, target and output. Return an int.
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), sections 1 to 3 and table 1.
 """
@@ -437,10 +438,11 @@ def quiz() -> str:
     """Return the questions: ? the text, = the answer, ! an explanation."""
     base, tiny = parameters_by_part(SIZES["Base"]), SIZES["Tiny"]
     return f"""
-? Batch of 32 sentence pairs, source of 3 tokens, decoder input of 5, d_model 64: which
-   shape has the memory?
+? Batch of 32 sentence pairs, source of 3 tokens, decoder input of 5, d_model 64:
+   which shape has the memory?
 = {(32, 3, tiny.d_model)}
-! The memory has a vector for each source token. The decoder's length does not enter.
+! The memory has a vector for each source token. The decoder's length does not
+enter.
 
 ? The same batch, a vocabulary of 1,000: which shape have the logits?
 = {(32, 5, 1000)}
@@ -459,22 +461,25 @@ def quiz() -> str:
 
 ? Base, vocabulary {VOCABULARY:,}: how many parameters has its embedding matrix?
 = {base["embedding"]}
-! {VOCABULARY:,} rows of 512, and it is there only once: source, target and output share it.
+! {VOCABULARY:,} rows of 512, and it is there only once: source, target and output
+share it.
 
-? How many bytes does training with Adam take per parameter in fp32, without activations?
+? How many bytes does training with Adam take per parameter in fp32, without
+   activations?
 = {4 * 4}
 ! Weight, gradient and Adam's two averages, 4 bytes each.
 
 ? A product of a (10, 64) and a (64, 20) matrix: how many FLOPs?
 = {2 * 10 * 64 * 20}
-! 10 × 20 results, each a sum of 64 products: 64 multiplications and about 64 additions.
+! 10 × 20 results, each a sum of 64 products: 64 multiplications and about 64
+additions.
 
 ? Why can attention use what comes at the far end of a sentence more easily than a
    recurrent network?
    a) it has more parameters
-   b) every word reaches every other in one step
-   c) it reads the sentence backwards as well
-= b
+   b) it reads the sentence backwards as well
+   c) every word reaches every other in one step
+= c
 ! In a recurrent network the information passes through every word between.
 """
 

@@ -6,17 +6,18 @@
 
 Lesson 1 drew the plan. Its first boxes turn a sentence into something a network can
 compute with: every word becomes a vector, and every vector learns its place. When you
-have worked through this lesson you can say why word numbers themselves will not do, why
-a look-up is a matrix product, where the two factors sqrt(d_model) come from, and how
-sines and cosines tell a position.
+have worked through this lesson you can say why word numbers themselves will not do,
+why a look-up is a matrix product, where the two factors sqrt(d_model) come from, and
+how sines and cosines tell a position.
 
     python 02_embeddings.py               the lesson; --section 3 only a part
     python 02_embeddings.py --quiz        questions, with explanations
     python 02_embeddings.py --check FILE  the exercise, in a file of your own
 
-Exercise: write positional_encoding(length, d_model) for an even d_model. Return a tensor
-or array of shape (length, d_model): row p is the encoding of position p, counted from 0;
-column 2i is sin(p / 10000^(2i/d_model)), column 2i+1 the cosine of the same angle.
+Exercise: write positional_encoding(length, d_model) for an even d_model. Return a
+tensor or array of shape (length, d_model): row p is the encoding of position p,
+counted from 0; column 2i is sin(p / 10000^(2i/d_model)), column 2i+1 the cosine of
+the same angle.
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), sections 3.4 and 3.5.
 """
@@ -370,46 +371,53 @@ def quiz() -> str:
     parameters = sum(p.numel() for p in embedding.parameters())
     distance = similarity([0], [0], d_model=512)[0, 0]
     return f"""
-? 32 sentences of 7 tokens go through TokenEmbedding(1000, 64). Which shape comes out?
+? 32 sentences of 7 tokens go through TokenEmbedding(1000, 64). Which shape comes
+   out?
 = {tuple(output.shape)}
-! Each id becomes a vector: (B, S) -> (B, S, d_model). The vocabulary's size does not show.
+! Each id becomes a vector: (B, S) -> (B, S, d_model). The vocabulary's size does
+not show.
 
 ? A batch of 8 sentences with 10 tokens each, vocabulary 1000: which shape have its
    one-hot vectors?
 = {tuple(F.one_hot(torch.zeros(8, 10, dtype=torch.long), 1000).shape)}
-! Every id becomes as many numbers as the vocabulary has words, all but one of them 0.
+! Every id becomes as many numbers as the vocabulary has words, all but one of them
+0.
 
 ? How many parameters has TokenEmbedding(1000, 64)?
 = {parameters}
-! One row of 64 numbers for each of 1000 words. The factor sqrt(d_model) is not learned.
+! One row of 64 numbers for each of 1000 words. The factor sqrt(d_model) is not
+learned.
 
 ? How many parameters has PositionalEncoding(512, 1024, 0.1)?
 = {sum(p.numel() for p in PositionalEncoding(512, 1024, 0.1).parameters())}
-! The sinusoids are computed once and kept in a buffer; nothing about them is learned.
+! The sinusoids are computed once and kept in a buffer; nothing about them is
+learned.
 
 ? d_model 512: what is PE(p) . PE(p), the dot product of a position with itself?
 = {distance:.0f}
 ! 512 / 2 hands of length 1: each gives sin² + cos² = 1, and that at every position.
 
-? The table starts as N(0, 1/d_model), d_model = 256. What is the variance of an entry of
-   embedding(ids)?
+? The table starts as N(0, 1/d_model), d_model = 256. What is the variance of an
+   entry of embedding(ids)?
 = {math.sqrt(256) ** 2 / 256:.0f}
 ! A factor of sqrt(256) = 16 multiplies the variance by 256, and 256 × 1/256 = 1.
 
-? A training batch contains the word "cat" twice and "dog" never. Which rows of the table
-   get a gradient, if the table is used for look-up only?
+? A training batch contains the word "cat" twice and "dog" never. Which rows of the
+   table get a gradient, if the table is used for look-up only?
    a) all rows
    b) cat's, the sum of both places; dog's gets none
    c) cat's, the mean of both places; dog's gets none
 = b
-! The product with one-hot vectors multiplies other rows by 0, and sums what remains.
+! The product with one-hot vectors multiplies other rows by 0, and sums what
+remains.
 
 ? Attention without positions reads "man bites dog" instead of "dog bites man". Then
    a) every word gets the same vector as before, at its new place
    b) every place gets the same vector as before
    c) all vectors change
 = a
-! Each word mixes the same three vectors with the same weights; only the rows are swapped.
+! Each word mixes the same three vectors with the same weights; only the rows are
+swapped.
 """
 
 

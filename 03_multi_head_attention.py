@@ -5,17 +5,18 @@
 """Lesson 3: multi-head attention.
 
 Lesson 2 ended with a row of vectors, one a token, each of which knows its word and
-its place but nothing of its neighbours. Attention lets every vector look at the others.
-When you have worked through this lesson you can compute it by hand, say why the scores
-are divided by sqrt(d_k), write any mask, and follow every shape through the heads.
+its place but nothing of its neighbours. Attention lets every vector look at the
+others. When you have worked through this lesson you can compute it by hand, say why
+the scores are divided by sqrt(d_k), write any mask, and follow every shape through
+the heads.
 
     python 03_multi_head_attention.py               the lesson; --section 3 only a part
     python 03_multi_head_attention.py --quiz        questions, with explanations
     python 03_multi_head_attention.py --check FILE  the exercise, in a file of your own
 
 Exercise: write attention(query, key, value, mask=None). query is (..., T, d_k), key
-(..., S, d_k), value (..., S, d_v); mask is boolean, broadcasts to (..., T, S), and True
-means "may attend". Return the output, (..., T, d_v).
+(..., S, d_k), value (..., S, d_v); mask is boolean, broadcasts to (..., T, S), and
+True means "may attend". Return the output, (..., T, d_v).
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
 """
@@ -362,19 +363,20 @@ def quiz() -> str:
     scores = MultiHeadAttention(64, 4)(torch.zeros(64, 5, 64), torch.zeros(64, 3, 64))[1]
     parameters = sum(p.numel() for p in MultiHeadAttention(512, 8).parameters())
     return f"""
-? Batch 2, decoder input of 3 tokens, source of 6: which shape have the cross-attention
-   weights of one head?
+? Batch 2, decoder input of 3 tokens, source of 6: which shape have the
+   cross-attention weights of one head?
 = {tuple(one_head.shape)}
-! One row for each decoder token, which asks, one column for each source token, which is
-asked, and all of it for each sentence of the batch.
+! One row for each decoder token, which asks, one column for each source token,
+which is asked, and all of it for each sentence of the batch.
 
 ? Batch 64, source 3 tokens, decoder input 5, 4 heads: which shape have all
    cross-attention scores together?
 = {tuple(scores.shape)}
-! The order is batch, heads, query, key. d_k is gone: the dot products have summed over it.
+! The order is batch, heads, query, key. d_k is gone: the dot products have summed
+over it.
 
-? Source of 5 tokens, decoder input bos and 5 words: which shape has the causal mask,
-   without the dimensions for batch and heads?
+? Source of 5 tokens, decoder input bos and 5 words: which shape has the causal
+   mask, without the dimensions for batch and heads?
 = {tuple(causal_mask(6)[0, 0].shape)}
 ! Decoder tokens look at decoder tokens, and there are 6. The source does not enter.
 
@@ -385,28 +387,31 @@ result into pieces; their number appears nowhere.
 
 ? Two scores, 0 and ln 3, already divided by sqrt(d_k): what is the larger weight?
 = {torch.tensor([0.0, math.log(3)]).softmax(dim=0)[1]:.2f}
-! exp(0) = 1 and exp(ln 3) = 3. There are 4 parts, and the larger score gets 3 of them.
+! exp(0) = 1 and exp(ln 3) = 3. There are 4 parts, and the larger score gets 3 of
+them.
 
-? Entries of variance 1, d_k = 64, no division: what is the standard deviation of q . k?
+? Entries of variance 1, d_k = 64, no division: what is the standard deviation of q
+   . k?
 = {math.isqrt(64)}
-! 64 independent terms of variance 1 have a sum of variance 64. The standard deviation is
-its root, which is just what the division takes out.
+! 64 independent terms of variance 1 have a sum of variance 64. The standard
+deviation is its root, which is just what the division takes out.
 
 ? d_k is large and the division by sqrt(d_k) left out. What happens in training?
    a) the output overflows
    b) softmax saturates, and hardly any gradient gets through
    c) nothing: w_q is smaller after the first step
 = b
-! Large scores make softmax choose one key, and where it has chosen its slope is nearly 0.
-The output stays finite, but w_q and w_k hardly learn: w_q cannot shrink without gradient.
+! Large scores make softmax choose one key, and where it has chosen its slope is
+nearly 0. The output stays finite, but w_q and w_k hardly learn: w_q cannot shrink
+without gradient.
 
 ? In this course a mask is False at row t, column s. What does that say?
    a) token t is PAD
    b) token t may look at token s
    c) token t may not look at token s
 = c
-! True means "may attend", everywhere. nn.MultiheadAttention has it the other way round:
-to compare with it, section 6 turns the mask round with ~.
+! True means "may attend", everywhere. nn.MultiheadAttention has it the other way
+round: to compare with it, section 6 turns the mask round with ~.
 """
 
 

@@ -4,24 +4,23 @@
 # ///
 """Lesson 5: the decoder layer.
 
-Lesson 4 built the encoder layer. A stack of them turns the source into the memory, one
-vector for every source token. The decoder writes the translation from it, word by word.
-When you have worked through this lesson you can build its layer, draw its masks for any
-padded pair, prove that no place sees the word it is to predict, and say what a step of
-writing need not compute again.
+Lesson 4 built the encoder layer. A stack of them turns the source into the memory,
+one vector for every source token. The decoder writes the translation from it, word by
+word. When you have worked through this lesson you can build its layer, draw its masks
+for any padded pair, prove that no place sees the word it is to predict, and say what
+a step of writing need not compute again.
 
     python 05_decoder_layer.py               the lesson; --section 3 only a part
     python 05_decoder_layer.py --quiz        questions, with explanations
     python 05_decoder_layer.py --check FILE  the exercise, in a file of your own
 
-Exercise: write build_masks(src, tgt) and cross_attention_head(states, memory, w_q, w_k,
-w_v, mask). src (B, S) and tgt (B, T) are ids, 0 is PAD, tgt is what the decoder reads.
-Return a tuple of three boolean masks, True where a token may attend: of the encoder, of
-the decoder's self-attention and of its cross-attention, with shapes (B, 1, 1, S),
-(B, 1, T, T) and (B, 1, 1, S).
-The other function is one head without biases: states (..., T, d) of the decoder, memory
-(..., S, d), matrices w_q, w_k and w_v (d, d_k), a mask that broadcasts to (..., T, S).
-Return its output, (..., T, d_k).
+Exercise: write build_masks(src, tgt) and cross_attention_head(states, memory, w_q,
+w_k, w_v, mask). src (B, S) and tgt (B, T) are ids, 0 is PAD, tgt is what the decoder
+reads. Return a tuple of three boolean masks, True where a token may attend: of the
+encoder, of the decoder's self-attention and of its cross-attention, with shapes (B,
+1, 1, S), (B, 1, T, T) and (B, 1, 1, S). The other function is one head without
+biases: states (..., T, d) of the decoder, memory (..., S, d), matrices w_q, w_k and
+w_v (d, d_k), a mask that broadcasts to (..., T, S). Return its output, (..., T, d_k).
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), sections 3.1 and 3.2.3.
 """
@@ -504,20 +503,22 @@ def quiz() -> str:
     causal, padding = causal_mask(4), padding_mask(torch.tensor([[BOS, 3, PAD, PAD]]))
     future, more = (~causal).sum(), (causal & ~padding).sum()
     return f"""
-? d_model 64, a batch of 32, sources filled up to 3 tokens, decoder input of 5: which
-   shape has the memory?
+? d_model 64, a batch of 32, sources filled up to 3 tokens, decoder input of 5:
+   which shape has the memory?
 = {tuple(memory.shape)}
-! One vector for each source token, PAD included. The decoder's length does not enter.
+! One vector for each source token, PAD included. The decoder's length does not
+enter.
 
-? Source of 3 tokens, decoder input of 5: which shape has the mask of cross-attention,
-   written out for this one example?
+? Source of 3 tokens, decoder input of 5: which shape has the mask of
+   cross-attention, written out for this one example?
 = {tuple(cross.shape)}
 ! Rows follow the decoder, which looks, columns the source, which is looked at.
 
-? The decoder reads "bos fifteen PAD PAD". Of the 16 cells of its self-attention, how
-   many are blocked?
+? The decoder reads "bos fifteen PAD PAD". Of the 16 cells of its self-attention,
+   how many are blocked?
 = {(~(causal & padding)).sum()}
-! {future} lie in the future, and {more} more are PAD: one in the third row, two in the last.
+! {future} lie in the future, and {more} more are PAD: one in the third row, two in
+the last.
 
 ? 742 aloud, "seven hundred forty" is written. Without caches, how many rows go into
    the decoder for the next word?
@@ -527,15 +528,17 @@ def quiz() -> str:
 ? A decoder of 6 layers writes 20 words with caches. How many times does the memory
    meet a matrix w_k?
 = 6
-! Once in each layer, however long the answer. Without caches: in each layer and step.
+! Once in each layer, however long the answer. Without caches: in each layer and
+step.
 
-? Minutes into training 99% of the words are predicted right; in use all is nonsense.
-   Which part is the first suspect?
+? Minutes into training 99% of the words are predicted right; in use all is
+   nonsense. Which part is the first suspect?
    a) the source's padding mask
    b) the causal mask
    c) the caches
 = b
-! A decoder that sees the next place copies it. By itself it has nothing to copy from.
+! A decoder that sees the next place copies it. By itself it has nothing to copy
+from.
 
 ? By mistake cross-attention gets the target's padding mask. When is there an error?
    a) always

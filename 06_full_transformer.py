@@ -8,19 +8,20 @@
 
 Lessons 2 to 5 built the parts. This one puts them together, checks the whole against
 PyTorch's own, and trains it for the first time: to read numbers aloud. When you have
-worked through it you can follow a sentence through every tensor of the model, count its
-parameters, predict its loss before training, and tell memorising from learning.
+worked through it you can follow a sentence through every tensor of the model, count
+its parameters, predict its loss before training, and tell memorising from learning.
 
     python 06_full_transformer.py                    the lesson; --section 3 only a part
     python 06_full_transformer.py --quiz             questions, with explanations
     python 06_full_transformer.py --check FILE       the exercise, in a file of your own
-    python 06_full_transformer.py --microscope 89    a tiny model, every tensor with its values
-    python 06_full_transformer.py --experiment init  what the size of fresh embeddings does
+    python 06_full_transformer.py --microscope 89    a tiny model, with all its values
+    python 06_full_transformer.py --experiment init  what the size of fresh tables does
 
-Exercise: write label_smoothed_loss(logits, targets, smoothing). logits is (N, V), targets
-(N,) holds ids, and rows whose target is PAD (0) do not count. The model is to give the
-target the probability 1 - smoothing, and smoothing is spread evenly over all V classes, the
-target among them. Return the mean cross-entropy of the rows that count.
+Exercise: write label_smoothed_loss(logits, targets, smoothing). logits is (N, V),
+targets (N,) holds ids, and rows whose target is PAD (0) do not count. The model is to
+give the target the probability 1 - smoothing, and smoothing is spread evenly over all
+V classes, the target among them. Return the mean cross-entropy of the rows that
+count.
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), sections 3 and 5.
 """
@@ -907,10 +908,11 @@ def quiz() -> str:
     untied = sum(p.numel() for p in number_model("none").parameters())
     share = NUMBER_SMOOTHING / len(WORDS)
     return f"""
-? Batch 64, source 3 tokens, decoder input 5, 4 heads: which shape have the cross-attention
-   weights of one layer?
+? Batch 64, source 3 tokens, decoder input 5, 4 heads: which shape have the
+   cross-attention weights of one layer?
 = {tuple(steps["decoder 1 cross-attention: weights"].shape)}
-! Batch, head, query, key. The queries come from the decoder, the keys from the source.
+! Batch, head, query, key. The queries come from the decoder, the keys from the
+source.
 
 ? The same batch, target vocabulary 32: which shape have the logits?
 = {tuple(steps["logits"].shape)}
@@ -918,35 +920,40 @@ def quiz() -> str:
 
 ? "427" is read aloud. How many tokens has the target, eos included?
 = {number_batch([427])[1].size(1)}
-! four hundred twenty seven eos. The decoder input has as many: bos in front, eos left out.
+! four hundred twenty seven eos. The decoder input has as many: bos in front, eos
+left out.
 
-? The number model has {parameters:,} parameters with tie="output". How many with tie="none",
-   target vocabulary {len(WORDS)}, d_model 64?
+? The number model has {parameters:,} parameters with tie="output". How many with
+   tie="none", target vocabulary {len(WORDS)}, d_model 64?
 = {untied}
 ! A second matrix of {len(WORDS)} × 64 for the output, without bias: {untied - parameters:,} more.
 
-? A fresh model spreads its probability about evenly over 1,000 words. Which loss, to two
-   decimals?
+? A fresh model spreads its probability about evenly over 1,000 words. Which loss,
+   to two decimals?
 = {math.log(1000):.2f}
 ! -ln(1/1000) = ln 1000. Random logits of variance 1 would add 1/2.
 
 ? Smoothing 0.1, {len(WORDS)} classes: which probability is the right word to get?
 = {1 - NUMBER_SMOOTHING + share:.4f}
-! 0.9, and its own share of the 0.1 that is spread over all classes, the right one among them.
+! 0.9, and its own share of the 0.1 that is spread over all classes, the right one
+among them.
 
-? A model learns 16 pairs by heart, and its cross-attention is flat. What does that show?
+? A model learns 16 pairs by heart, and its cross-attention is flat. What does that
+   show?
    a) its masks are wrong
    b) the pairs can be told apart without looking at single words
    c) it will do well on new sentences
 = b
 ! Memorising needs no alignment. Only new sources ask for it.
 
-? After training, the loss with smoothing stays at 0.651 and all answers are right. What now?
+? After training, the loss with smoothing stays at 0.651 and all answers are right.
+   What now?
    a) train longer
    b) raise the learning rate
    c) nothing: the smoothed loss cannot go lower
 = c
-! The floor is the entropy of the smoothed target; a model below it would be wrong about it.
+! The floor is the entropy of the smoothed target; a model below it would be wrong
+about it.
 """
 
 
