@@ -314,7 +314,7 @@ def section_distance() -> None:
 def draw_positional_encoding(figure: Any) -> None:
     """Draw the encoding as an image: positions downwards, dimensions to the right."""
     axes = figure.subplots()
-    values = PositionalEncoding(128, max_len=100, dropout=0.0).table
+    values = PositionalEncoding(128, max_len=100, dropout=0.0).table.numpy()
     image = axes.imshow(values, cmap="cividis", aspect="auto", interpolation="nearest")
     axes.set(xlabel="dimension", ylabel="position", title="Positional encoding, d_model = 128")
     figure.colorbar(image, label="value")
@@ -325,7 +325,7 @@ def draw_similarity(figure: Any) -> None:
     axes, distances, starts = figure.subplots(), range(101), (0, 17, 400)
     lines = zip(similarity(starts, distances), starts, ("-", "--", ":"), (5, 3, 1.5), strict=True)
     for (products, p, style, width), grey in zip(lines, ("0.75", "0.4", "black"), strict=True):
-        axes.plot(distances, products, style, color=grey, lw=width, label=f"from p = {p}")
+        axes.plot(distances, products.numpy(), style, color=grey, lw=width, label=f"from p = {p}")
     axes.set(xlabel="distance k", ylabel="PE(p) . PE(p + k)", title="Similarity, d_model = 64")
     axes.grid(alpha=0.3)
     axes.legend()
@@ -549,8 +549,8 @@ def grade(file: Path) -> int:
         refuse(f"{file} was stopped at {title}: 20 seconds are enough. Does every loop end?")
     except (Exception, SystemExit) as error:  # whatever a learner's file may do
         frames = traceback.extract_tb(error.__traceback__)
-        line = "".join(f", line {f.lineno}," for f in frames[-1:] if f.filename == str(file))
-        refuse(f"{file}{line} fails at {title}: {type(error).__name__}: {error}.")
+        lines = [f", line {frame.lineno}," for frame in frames if frame.filename == str(file)]
+        refuse(f"{file}{''.join(lines[-1:])} fails at {title}: {type(error).__name__}: {error}.")
     finally:
         alarm.cancel()
     print(f"All {right} cases right.")
@@ -627,10 +627,8 @@ def teach(args: argparse.Namespace) -> int:
     for name, (action, _) in FLAGS.items():
         if getattr(args, name.strip("-").replace("-", "_")) is not None:
             return action(args)
-    if args.quiz:
-        return ask()
-    if args.check:
-        return grade(args.check)
+    if args.quiz or args.check:
+        return ask() if args.quiz else grade(args.check)
     proved.clear()
     print("\n\n".join(__doc__.split("\n\n")[:2]))
     sections = list(named("section_").values())
@@ -642,7 +640,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.", flush=True)
+    print(f"{done}Next: --quiz, and the exercise with --check.")
     return 0
 
 
@@ -665,7 +663,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (_, options) in FLAGS.items():
         parser.add_argument(name, **options)
     try:
-        return teach(parser.parse_args(arguments))
+        try:
+            return teach(parser.parse_args(arguments))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output has left

@@ -710,8 +710,8 @@ def grade(file: Path) -> int:
         refuse(f"{file} was stopped at {title}: 20 seconds are enough. Does every loop end?")
     except (Exception, SystemExit) as error:  # whatever a learner's file may do
         frames = traceback.extract_tb(error.__traceback__)
-        line = "".join(f", line {f.lineno}," for f in frames[-1:] if f.filename == str(file))
-        refuse(f"{file}{line} fails at {title}: {type(error).__name__}: {error}.")
+        lines = [f", line {frame.lineno}," for frame in frames if frame.filename == str(file)]
+        refuse(f"{file}{''.join(lines[-1:])} fails at {title}: {type(error).__name__}: {error}.")
     finally:
         alarm.cancel()
     print(f"All {right} cases right.")
@@ -788,10 +788,8 @@ def teach(args: argparse.Namespace) -> int:
     for name, (action, _) in FLAGS.items():
         if getattr(args, name.strip("-").replace("-", "_")) is not None:
             return action(args)
-    if args.quiz:
-        return ask()
-    if args.check:
-        return grade(args.check)
+    if args.quiz or args.check:
+        return ask() if args.quiz else grade(args.check)
     proved.clear()
     print("\n\n".join(__doc__.split("\n\n")[:2]))
     sections = list(named("section_").values())
@@ -803,7 +801,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.", flush=True)
+    print(f"{done}Next: --quiz, and the exercise with --check.")
     return 0
 
 
@@ -826,7 +824,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (_, options) in FLAGS.items():
         parser.add_argument(name, **options)
     try:
-        return teach(parser.parse_args(arguments))
+        try:
+            return teach(parser.parse_args(arguments))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output has left

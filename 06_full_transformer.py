@@ -845,7 +845,7 @@ def draw_cross_attention(figure: Any) -> None:
     """Draw the cross-attention of three unseen numbers."""
     model = read_numbers(torch.initial_seed()).model
     for axes, number in zip(figure.subplots(1, len(EXAMPLES)), EXAMPLES, strict=True):
-        weights = cross_attention(model, *number_batch([number]))[0]
+        weights = cross_attention(model, *number_batch([number]))[0].numpy()
         image = axes.imshow(weights, cmap="Greys", vmin=0, vmax=1)
         axes.set_xticks(range(3), list(str(number)))
         axes.set_yticks(range(len(weights)), [*aloud(number), "eos"])
@@ -1106,8 +1106,8 @@ def grade(file: Path) -> int:
         refuse(f"{file} was stopped at {title}: 20 seconds are enough. Does every loop end?")
     except (Exception, SystemExit) as error:  # whatever a learner's file may do
         frames = traceback.extract_tb(error.__traceback__)
-        line = "".join(f", line {f.lineno}," for f in frames[-1:] if f.filename == str(file))
-        refuse(f"{file}{line} fails at {title}: {type(error).__name__}: {error}.")
+        lines = [f", line {frame.lineno}," for frame in frames if frame.filename == str(file)]
+        refuse(f"{file}{''.join(lines[-1:])} fails at {title}: {type(error).__name__}: {error}.")
     finally:
         alarm.cancel()
     print(f"All {right} cases right.")
@@ -1184,10 +1184,8 @@ def teach(args: argparse.Namespace) -> int:
     for name, (action, _) in FLAGS.items():
         if getattr(args, name.strip("-").replace("-", "_")) is not None:
             return action(args)
-    if args.quiz:
-        return ask()
-    if args.check:
-        return grade(args.check)
+    if args.quiz or args.check:
+        return ask() if args.quiz else grade(args.check)
     proved.clear()
     print("\n\n".join(__doc__.split("\n\n")[:2]))
     sections = list(named("section_").values())
@@ -1199,7 +1197,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.", flush=True)
+    print(f"{done}Next: --quiz, and the exercise with --check.")
     return 0
 
 
@@ -1222,7 +1220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, (_, options) in FLAGS.items():
         parser.add_argument(name, **options)
     try:
-        return teach(parser.parse_args(arguments))
+        try:
+            return teach(parser.parse_args(arguments))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output has left
