@@ -894,8 +894,8 @@ def experiment(args: argparse.Namespace) -> int:
             loss = list(fit(model, *number_batch(SEEN), epochs, 3e-3, NUMBER_SMOOTHING))[-1]
             rows.append([name, epochs, f"{loss:.3f}", exact(model, *unseen)])
     table(["tables start at size", "epochs", "loss", "unseen right, of 100"], *rows)
-    print("\n  After × sqrt(d_model) the second kind is 8 times as large as the positions, and")
-    print("  each step of Adam moves it by a smaller part of itself: it learns more slowly.")
+    print("\n  After × sqrt(d_model) the second kind has entries of size 8 in place of 1. A step of")
+    print("  Adam, whose size does not depend on that, moves it by an 8th of the part.")
     return 0
 
 
