@@ -17,8 +17,8 @@ arithmetic.
         --vocab 8000                                 what such a model needs
 
 Exercise: write count_parameters(d_model, n_heads, d_ff, n_layers, vocab_size): the
-number of parameters of a post-norm Transformer with n_layers encoder and n_layers
-decoder layers and one matrix for source, target and output. Return an int.
+number of parameters of a Transformer as in section 4, with n_layers encoder and
+n_layers decoder layers and one matrix for source, target and output. Return an int.
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), sections 1 to 3 and table 1.
 """
@@ -83,11 +83,12 @@ def section_task() -> None:
     before, after = open_words[2][0], open_words[3][0]
     evidence = f"{before} after two words, {after} after three"
     check("the last word decides the first one", len(before) > 1 == len(after), evidence)
-    print("\n  Multiplications of one layer for n words of width d = 512 (table 1 of the paper):\n")
+    print("\n  How the work of a layer grows with the number n of words, of width d = 512 (table 1")
+    print("  of the paper, which leaves out constants and what both kinds have in common):\n")
     d = 512
     rows = ([n, 1, n * n * d, n, n * d * d] for n in (10, 25, 100, 512, 2000))
     table(["n", "attention: steps", "n² d", "recurrent: steps", "n d²"], *rows)
-    print("\n  Up to n = d attention is the cheaper of the two as well; few sentences are longer.")
+    print("\n  Up to n = d attention's part is the smaller one, and few sentences are longer.")
 
 
 # ---- The plan ----
@@ -133,7 +134,9 @@ def section_plan() -> None:
     last place is the next word of the translation. It is appended, and the decoder goes
     on.
 
-    A tensor is an array of numbers, its shape says how many along each dimension. The
+    A token is a word, or a piece of one; bos and eos are two more, for the beginning and
+    the end of a sentence. A tensor is an array of numbers, and its shape says how many
+    along each dimension. The first is the batch, the number of sentences, here 1. The
     shapes are read off PyTorch's own model while one sentence pair runs through it.
     """
     source, written = ["the", "old", "garden"], ["bos", "le", "vieux", "jardin"]
@@ -309,15 +312,16 @@ def section_blueprints() -> None:
         ["DeepSeek-V3, 2024", "61", 7168, 128, 18_432, 129_280, "671B", "-"],
     )
     print("""
-  base and big are the paper's; it does not say what else its 65M and 213M count.
+  base and big are the paper's, which does not say how it counted.
   What differs from it:
-    GPT-2        decoder only: no cross-attention; a learned table of 1,024 positions
-    opus-mt      nothing in size but the vocabulary (this is opus-mt-en-ru)
-    Llama        decoder only; no biases; 8 heads of keys and values for 32 of queries;
-                 a third matrix in the feed-forward network; no bias in the norms; two
-                 matrices for embedding and output
+    GPT-2        decoder only: no cross-attention; a learned table of 1,024 positions;
+                 norms before the sub-layers, and a last one
+    opus-mt      another vocabulary (this is opus-mt-en-ru)
+    Llama        decoder only; no biases, norms without them; 8 heads of keys and values
+                 for 32 of queries, which are rotated by position; a third matrix in the
+                 feed-forward network; two matrices for embedding and output
     DeepSeek-V3  decoder only; most layers have 256 feed-forward networks (experts) of
-                 d_ff 2,048, and a token uses 8 of them: 37B of the 671B at a time
+                 d_ff 2,048, of which a token uses 8, and a shared one: 37B of the 671B
 """)
     check("GPT-2 has 124M", round(gpt2 / 1e6) == 124, f"{gpt2:,}")
     check("Llama 3.1 8B has 8.03B", round(llama / 1e9, 2) == 8.03, f"{llama:,}")
@@ -391,6 +395,11 @@ UNITS = f"""\
 def section_needs() -> None:
     """What a model needs: memory and arithmetic
 
+    Training shows the model examples and corrects its parameters a little after each: the
+    forward pass computes what it answers, the backward pass how each parameter ought to
+    change, its gradient. In use, which is also called inference, there is only the
+    forward pass.
+
     Memory. A number takes 4 bytes (fp32). In use a model needs its weights. In training
     every parameter has three companions: its gradient, and two averages that the Adam
     optimizer keeps: 16 bytes a parameter. On top come the activations: results of the
@@ -439,16 +448,16 @@ def quiz() -> str:
     base, tiny = parameters_by_part(SIZES["Base"]), SIZES["Tiny"]
     return f"""
 ? Batch of 32 sentence pairs, source of 3 tokens, decoder input of 5, d_model 64:
-   which shape has the memory?
+   what is the shape of the memory?
 = {(32, 3, tiny.d_model)}
 ! The memory has a vector for each source token. The decoder's length does not
 enter.
 
-? The same batch, a vocabulary of 1,000: which shape have the logits?
+? The same batch, a vocabulary of 1,000: what is the shape of the logits?
 = {(32, 5, 1000)}
 ! For every place of the decoder input a score for each word of the vocabulary.
 
-? d_model 512: how many parameters has one multi-head attention?
+? d_model 512: how many parameters does one multi-head attention have?
 = {attention_parameters(512)}
 ! 4 (d² + d): four matrices of 512 × 512, each with 512 biases.
 
@@ -459,7 +468,8 @@ enter.
 = b
 ! More heads are narrower heads: they divide the width d_model among themselves.
 
-? Base, vocabulary {VOCABULARY:,}: how many parameters has its embedding matrix?
+? Base, vocabulary {VOCABULARY:,}: how many parameters does its embedding matrix
+   have?
 = {base["embedding"]}
 ! {VOCABULARY:,} rows of 512, and it is there only once: source, target and output
 share it.
@@ -553,6 +563,7 @@ def ask() -> int:
     """Ask the questions of `quiz`, each with a second try, until they or the input end."""
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
+    print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
     with contextlib.suppress(EOFError):
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
@@ -570,6 +581,8 @@ def ask() -> int:
 def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
+    if results is None:
+        raise ValueError("it returns None; is a return missing?")
     results = results if isinstance(results, tuple) else (results,)
     return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 
@@ -591,6 +604,8 @@ def difference(want: list[Tensor], have: list[Tensor]) -> str:
 
 def grade(file: Path) -> int:
     """Try the functions in a learner's file on the cases of the exercise; return the status."""
+    if not file.is_file():
+        refuse(f"there is no file {file}.")
     alarm = threading.Timer(20, _thread.interrupt_main)  # as if somebody pressed Ctrl-C
     alarm.daemon = True
     alarm.start()

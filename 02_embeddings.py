@@ -5,10 +5,10 @@
 """Lesson 2: embeddings and positions.
 
 Lesson 1 drew the plan. Its first boxes turn a sentence into something a network can
-compute with: every word becomes a vector, and every vector learns its place. When you
-have worked through this lesson you can say why word numbers themselves will not do,
-why a look-up is a matrix product, where the two factors sqrt(d_model) come from, and
-how sines and cosines tell a position.
+compute with: every word becomes a vector, and every vector is told its place. When
+you have worked through this lesson you can say why word numbers themselves will not
+do, why a look-up is a matrix product, where the two factors sqrt(d_model) come from,
+and how sines and cosines tell a position.
 
     python 02_embeddings.py               the lesson; --section 3 only a part
     python 02_embeddings.py --quiz        questions, with explanations
@@ -73,7 +73,7 @@ def section_ids() -> None:
     embedding, which training is free to move. The vectors are the rows of one table.
     Number the words anew, move the rows along, and nothing changes.
     """
-    words = ["bird", "cat", "dog", "house", "of", "river", "the"]
+    words = ["ant", "bird", "cat", "house", "king", "of", "the"]
     first, second = number_words(words), number_words(sorted(words, key=len))
     closest = []
     for ids in (first, second):
@@ -101,10 +101,11 @@ def section_look_up() -> None:
     zeros and one 1, times the table W, is one row of W. A layer of a network is a matrix
     product, so the embedding is an ordinary layer; only nobody multiplies by zeros.
 
-    The same holds for learning. The gradient of a loss by W says for every entry of W how
-    much the loss grows when the entry grows a little; backward() computes it, and
-    training takes a small step against it. For a look-up the gradient is nonzero only in
-    the rows of words that occur, and a word that occurs twice gets the sum of both.
+    The same holds for learning. The loss is a number that says how wrong a model is; its
+    gradient with respect to W says for every entry of W how much the loss grows when the
+    entry grows a little; backward() computes it, and training takes a small step against
+    it. For a look-up the gradient is nonzero only in the rows of words that occur, and a
+    word that occurs twice gets the sum of both.
     """
     ids = torch.tensor([3, 1, 3])
     weight = torch.randn(5, 4, requires_grad=True)
@@ -120,6 +121,7 @@ def section_look_up() -> None:
         weight.grad = None
         vectors.backward(loss_gradient)
         gradients.append(weight.grad)
+    print()
     table(["row of W", "its gradient"], *zip(range(5), rounded(gradients[0]), strict=True))
     print()
     check_close("the same gradient both ways", gradients[0], gradients[1])
@@ -152,7 +154,7 @@ class TokenEmbedding(nn.Module):
 
 
 def section_scale() -> None:
-    """Why the table starts small, and the output is multiplied by sqrt(d_model)
+    """Why the table starts small, and its rows are multiplied by sqrt(d_model)
 
     TokenEmbedding is our first module: a class derived from nn.Module, whose __init__
     makes its parameters, the numbers to be learned, and whose forward says what it
@@ -183,7 +185,7 @@ def section_scale() -> None:
         off = max(abs(value - 1) for value in values)
         check(f"{name} have variance 1 at every width", off < 0.1, f"at most {off:.1%} off")
     off = max(abs(row[4] / row[0] - 1) for row in rows)
-    check("scores from a table at size 1 have d_model", off < 0.1, f"at most {off:.1%} off")
+    check("from a table at size 1 they have d_model", off < 0.1, f"at most {off:.1%} off")
 
 
 # ---- Order ----
@@ -197,9 +199,9 @@ def section_order() -> None:
 
     Attention, which lesson 3 takes apart, replaces every vector by a mixture of all the
     vectors: how much of each is decided by dot products, and nowhere does it matter who
-    stands where. `mix` above is that in one line; softmax turns a row of numbers into
-    positive weights that add up to 1. So "dog bites man" and "man bites dog" are the same
-    to it: shuffle the input, and the output is shuffled the same way, nothing else.
+    stands where. `mix` in this file is that in one line; softmax turns a row of numbers
+    into positive weights that add up to 1. So "dog bites man" and "man bites dog" are the
+    same to it: shuffle the input, and the output is shuffled the same way, nothing else.
 
     What tells the order must therefore be in the vectors. The simplest way is to add to
     each a second vector that depends on the position alone.
@@ -272,7 +274,7 @@ def section_clocks() -> None:
     check_close("all 400 entries are those of the formula", encoding.double(), by_hand)
     check_close("every hand has length 1", hands.norm(dim=-1), torch.ones(50, 4))
     gap = np.abs(misread - by_hand).max(axis=0)
-    wrong = f"columns 2 to 7 are up to {gap[2:].min():.2f} off or more, 0 and 1 not at all"
+    wrong = f"with that, columns 2 to 7 are each wrong by {gap[2:].min():.2f} or more somewhere"
     check("the exponent is 2i/d_model, not i/d_model", gap[2:].min() > 0.5 and gap[1] == 0, wrong)
     for what, length in (("an odd d_model", 0), ("too long an input", 51)):
         try:
@@ -294,8 +296,12 @@ def section_distance() -> None:
     Two hands of length 1 have as dot product the cosine of the angle between them.
     Between position p and position p + k, hand i turns by k times its rate, wherever it
     starts. So PE(p) . PE(p + k) is the sum of cos(k rate_i) over all hands, without p.
-    Attention works with dot products, so "three words ago" can look the same to it all
+    Attention works with dot products, so "three words away" can look the same to it all
     over a sentence.
+
+    Before or after, the dot product cannot tell: the cosine is the same. But PE(p + k) is
+    PE(p) with hand i turned by k times its rate, which is one matrix for every p. Attention
+    puts such matrices, which are learned, in front of its dot products.
     """
     starts, distances = (0, 17, 400), (0, 1, 2, 4, 8, 16, 64)
     products = similarity(starts, distances)
@@ -309,6 +315,11 @@ def section_distance() -> None:
     check_close("it is the sum of the cosines", products[0].double(), formula, tolerance=1e-3)
     nearest = products.argmax(dim=1).tolist()
     check("nothing is more similar than the same place", nearest == [0] * 3, "k = 0 for all three")
+    turn, encoding = torch.zeros(64, 64), PositionalEncoding(64, 100, 0.0).table
+    for i, angle in enumerate(3 * rates):
+        sine, cosine = math.sin(angle), math.cos(angle)
+        turn[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = torch.tensor([[cosine, -sine], [sine, cosine]])
+    check_close("one matrix moves all positions by 3", encoding[:97] @ turn, encoding[3:], 1e-4)
 
 
 def draw_positional_encoding(figure: Any) -> None:
@@ -377,18 +388,18 @@ def quiz() -> str:
 ! Each id becomes a vector: (B, S) -> (B, S, d_model). The vocabulary's size does
 not show.
 
-? A batch of 8 sentences with 10 tokens each, vocabulary 1000: which shape have its
-   one-hot vectors?
+? A batch of 8 sentences with 10 tokens each, vocabulary 1000: what is the shape of
+   its one-hot vectors?
 = {tuple(F.one_hot(torch.zeros(8, 10, dtype=torch.long), 1000).shape)}
 ! Every id becomes as many numbers as the vocabulary has words, all but one of them
 0.
 
-? How many parameters has TokenEmbedding(1000, 64)?
+? How many parameters does TokenEmbedding(1000, 64) have?
 = {parameters}
 ! One row of 64 numbers for each of 1000 words. The factor sqrt(d_model) is not
 learned.
 
-? How many parameters has PositionalEncoding(512, 1024, 0.1)?
+? How many parameters does PositionalEncoding(512, 1024, 0.1) have?
 = {sum(p.numel() for p in PositionalEncoding(512, 1024, 0.1).parameters())}
 ! The sinusoids are computed once and kept in a buffer; nothing about them is
 learned.
@@ -435,9 +446,13 @@ def exercise() -> list[tuple]:
 
         return encode
 
-    def every_column(length: int, d_model: int) -> np.ndarray:
-        angle = np.arange(length)[:, None] / 10000 ** (np.arange(d_model) / d_model)
-        return np.where(np.arange(d_model) % 2, np.cos(angle), np.sin(angle))
+    def every_column(power: float) -> Callable:
+        def encode(length: int, d_model: int) -> np.ndarray:
+            columns = np.arange(d_model)
+            angle = np.arange(length)[:, None] / 10000 ** (power * columns / d_model)
+            return np.where(columns % 2, np.cos(angle), np.sin(angle))
+
+        return encode
 
     def solution(length: int, d_model: int) -> Tensor:
         return PositionalEncoding(d_model, length, dropout=0.0).table
@@ -448,7 +463,8 @@ def exercise() -> list[tuple]:
         "sine and cosine are swapped: the sine comes first": version(order=-1),
         "all sines come first, then all cosines: they alternate": version(halves=True),
         "the exponent is i/d_model with i counting pairs: it is 2i": version(power=1),
-        "every column has a rate of its own: sine and cosine share one": every_column,
+        "every column has a rate of its own: sine and cosine share one": every_column(1),
+        "i counts columns: it counts pairs, and 2i is the column": every_column(2),
         "positions are counted from 1": version(first=1),
         "the angle is multiplied by 10000^(2i/d_model), not divided": version(up=1),
         "rows and columns are swapped": lambda length, d_model: solution(length, d_model).T,
@@ -484,6 +500,7 @@ def ask() -> int:
     """Ask the questions of `quiz`, each with a second try, until they or the input end."""
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
+    print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
     with contextlib.suppress(EOFError):
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
@@ -501,6 +518,8 @@ def ask() -> int:
 def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
+    if results is None:
+        raise ValueError("it returns None; is a return missing?")
     results = results if isinstance(results, tuple) else (results,)
     return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 
@@ -522,6 +541,8 @@ def difference(want: list[Tensor], have: list[Tensor]) -> str:
 
 def grade(file: Path) -> int:
     """Try the functions in a learner's file on the cases of the exercise; return the status."""
+    if not file.is_file():
+        refuse(f"there is no file {file}.")
     alarm = threading.Timer(20, _thread.interrupt_main)  # as if somebody pressed Ctrl-C
     alarm.daemon = True
     alarm.start()

@@ -14,9 +14,10 @@ the heads.
     python 03_multi_head_attention.py --quiz        questions, with explanations
     python 03_multi_head_attention.py --check FILE  the exercise, in a file of your own
 
-Exercise: write attention(query, key, value, mask=None). query is (..., T, d_k), key
-(..., S, d_k), value (..., S, d_v); mask is boolean, broadcasts to (..., T, S), and
-True means "may attend". Return the output, (..., T, d_v).
+Exercise: write attention(query, key, value, mask=None) for tensors. query is (..., T,
+d_k), key (..., S, d_k), value (..., S, d_v); mask is boolean, broadcasts to (..., T,
+S), and True means "may attend". Return the output, (..., T, d_v). A row with all keys
+blocked weighs them equally.
 
 Source: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.
 """
@@ -97,14 +98,20 @@ def scaled_dot_product_attention(
     return (dropout(weights) if dropout else weights) @ value, weights
 
 
-def check_same(ours: Tensor, reference: Tensor, inputs: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Check outputs, and the gradients of a random mixture of them by inputs of either side."""
+def check_same(ours: Tensor, reference: Tensor, inputs: dict[str, tuple[Any, Any]]) -> None:
+    """Check outputs, and the gradients of a random mixture of them.
+
+    inputs: by name, one or several tensors that ours depends on, and those of the reference.
+    """
     check_close("same output as torch's", ours, reference)
     direction = torch.randn_like(ours)
-    for name, (mine, other) in inputs.items():
-        (gradient,) = torch.autograd.grad(ours, mine, direction, retain_graph=True)
-        (expected,) = torch.autograd.grad(reference, other, direction, retain_graph=True)
-        check_close(f"same gradient of {name}", gradient, expected[: len(gradient)], 1e-4)
+    for name, sides in inputs.items():
+        mine, other = (
+            torch.autograd.grad(output, tensors, direction, retain_graph=True)
+            for output, tensors in zip((ours, reference), sides, strict=True)
+        )
+        flat = [torch.cat([gradient.flatten() for gradient in side]) for side in (mine, other)]
+        check_close(f"same gradient of {name}", *flat, 1e-4)
 
 
 def section_formula() -> None:
@@ -134,8 +141,9 @@ def section_formula() -> None:
 def scaling_experiment() -> list[list[float]]:
     """Measure 500 random queries, each against 16 keys, for d_k from 4 to 1024.
 
-    A row holds d_k and then, without the division and with it: variance of the scores, mean of the
-    largest weight, mean length of the gradient by the scores of a random mixture of the weights.
+    A row holds d_k and then, without the division and with it: the variance of the scores, the mean
+    of the largest weight, and the share of queries for which softmax lets less than a hundredth of
+    a random gradient through, from its weights to its scores.
     """
     rows = []
     for d_k in (4, 16, 64, 256, 1024):
@@ -146,8 +154,9 @@ def scaling_experiment() -> list[list[float]]:
             scores = (products / divisor).requires_grad_()
             weights = scores.softmax(dim=-1)
             (gradient,) = torch.autograd.grad(weights, scores, direction)
-            means = scores.var(), weights.amax(dim=-1).mean(), gradient.norm(dim=-1).mean()
-            rows[-1] += [mean.item() for mean in means]
+            dead = gradient.norm(dim=-1) < 0.01 * direction.norm(dim=-1)
+            figures = scores.var(), weights.amax(dim=-1).mean(), dead.float().mean()
+            rows[-1] += [figure.item() for figure in figures]
     return rows
 
 
@@ -157,40 +166,42 @@ def section_scaling() -> None:
     If the entries of q and k are independent, with mean 0 and variance 1, then q . k is a
     sum of d_k terms of variance 1: its variance is d_k. Long vectors make large scores,
     large scores make softmax choose one key, and where it has chosen, moving a score a
-    little changes nothing: the gradient dies, and attention cannot learn. Dividing by
-    sqrt(d_k) divides the variance by d_k, and it is 1 again at every width.
+    little changes nothing: the gradient dies there. The few queries that waver between
+    two keys get all the more. Dividing by sqrt(d_k) divides the variance by d_k, and it
+    is 1 again at every width.
 
     500 random queries, each against 16 keys, first without the division, then with it.
-    "top" is the largest weight, "gradient" the length of the gradient by the scores.
+    "top" is the mean of the largest weight. "dead" is the share of queries for which
+    softmax lets less than a hundredth of a gradient pass.
     """
     rows = scaling_experiment()
-    header = ["d_k", "variance", "top", "gradient", "scaled: variance", "top", "gradient"]
+    header = ["d_k", "variance", "top", "dead", "scaled: variance", "top", "dead"]
     table(header, *([d_k, *(f"{number:.3f}" for number in row)] for d_k, *row in rows))
     print()
     off = max(abs(row[1] / row[0] - 1) for row in rows), max(abs(row[4] - 1) for row in rows)
     check("q . k has variance d_k", off[0] < 0.25, f"at most {off[0]:.1%} off")
     check("divided by sqrt(d_k) it has variance 1", off[1] < 0.25, f"at most {off[1]:.1%} off")
-    _, _, top, dead, _, scaled_top, alive = rows[-1]
+    _, _, top, dead, _, scaled_top, _ = rows[-1]
     chosen = f"at d_k 1024 the largest weight is {top:.2f}, scaled {scaled_top:.2f}"
     check("without the division softmax chooses one key", top > 0.9 > 0.5 > scaled_top, chosen)
-    check("and the gradient dies", alive > 3 * dead, f"it is {alive / dead:.1f} times smaller")
-    kept = alive / rows[0][6]
-    check("scaled, it keeps its size at every width", 0.8 < kept < 1.25, f"last / first {kept:.2f}")
+    check("and the gradient dies for most queries", dead > 0.5, f"for {dead:.0%} at d_k 1024")
+    most = max(row[6] for row in rows)
+    check("scaled, for none of them, at any width", most < 0.01, f"at most {most:.1%}")
 
 
 def draw_scaling(figure: Any) -> None:
-    """Draw the largest weight and the gradient against d_k, without the division and with it."""
+    """Draw the largest weight and the dead queries against d_k, without the division and with."""
     rows = scaling_experiment()
     widths, (left, right) = [row[0] for row in rows], figure.subplots(1, 2)
-    for axes, start, title in ((left, 2, "largest weight"), (right, 3, "gradient length")):
+    for axes, start, title in ((left, 2, "mean largest weight"), (right, 3, "dead queries")):
         axes.plot(widths, [row[start] for row in rows], "o--", color="0.5", label="q . k")
         axes.plot(widths, [row[start + 3] for row in rows], "s-", label="q . k / sqrt(d_k)")
         axes.set_xscale("log")
         axes.set_xticks(widths, widths)
         axes.minorticks_off()
-        axes.set(xlabel="d_k", title=f"mean {title}", ylim=(0, None))
+        axes.set(xlabel="d_k", title=title, ylim=(-0.02, 1))
         axes.grid(alpha=0.3)
-        axes.legend(loc="center right" if start == 2 else "lower left")
+        axes.legend(loc="center right" if start == 2 else "upper left")
 
 
 # ---- Masks ----
@@ -214,7 +225,9 @@ def section_masks() -> None:
     Two things must not be seen. Sentences of one batch are filled up to one length with
     PAD, which means nothing. And a decoder that learns to predict the next word must not
     look at it. A mask is a tensor of True and False, and True means "may attend". A
-    blocked score becomes the most negative finite number, whose exp is exactly 0.
+    blocked score becomes the most negative finite number. Softmax first subtracts the
+    largest score of a row, so a blocked one gets exp of a huge negative number, which is
+    exactly 0, and a row with everything blocked has equal scores and equal weights.
 
     The shapes are chosen so that masks fit scores (batch, heads, T, S) by broadcasting: a
     dimension of size 1 is repeated as often as needed. A padding mask is (B, 1, 1, S),
@@ -304,7 +317,8 @@ def section_module() -> None:
     A class derived from nn.Module keeps such parameters and finds them all for training.
 
     query and memory are two arguments. In self-attention both are the same sentence; in
-    cross-attention the query comes from the decoder and memory from the encoder.
+    cross-attention the query comes from the decoder, and memory is what the name says,
+    the output of the encoder.
     """
     ours, theirs = MultiHeadAttention(32, 4), nn.MultiheadAttention(32, 4, batch_first=True)
     with torch.no_grad():
@@ -320,9 +334,10 @@ def section_module() -> None:
     reference, their_weights = theirs(query, memory, memory, blocked, average_attn_weights=False)
     print(f"    query {tuple(query.shape)}, memory {tuple(memory.shape)} -> ", end="")
     print(f"weights {tuple(weights.shape)}, output {tuple(output.shape)}\n")
-    parameters = {"w_q": (ours.w_q.weight, theirs.in_proj_weight)}
-    parameters["w_o"] = (ours.w_o.weight, theirs.out_proj.weight)
-    check_same(output, reference, {"query": (query,) * 2, "memory": (memory,) * 2, **parameters})
+    mine, other = list(ours.parameters()), list(theirs.parameters())
+    inputs = {"query": (query, query), "memory": (memory, memory)}
+    inputs |= {"w_q, w_k and w_v": (mine[0:6:2], other[0]), "their biases": (mine[1:6:2], other[1])}
+    check_same(output, reference, {**inputs, "w_o and its bias": (mine[6:], other[2:])})
     check_close("same weights as nn.MultiheadAttention's", weights, their_weights)
     kept = ours.attend(query, *ours.keys_values(memory), mask)[0]
     check_close("keys and values computed beforehand give the same", kept, output, 0)
@@ -363,24 +378,24 @@ def quiz() -> str:
     scores = MultiHeadAttention(64, 4)(torch.zeros(64, 5, 64), torch.zeros(64, 3, 64))[1]
     parameters = sum(p.numel() for p in MultiHeadAttention(512, 8).parameters())
     return f"""
-? Batch 2, decoder input of 3 tokens, source of 6: which shape have the
+? Batch 2, decoder input of 3 tokens, source of 6: what is the shape of the
    cross-attention weights of one head?
 = {tuple(one_head.shape)}
 ! One row for each decoder token, which asks, one column for each source token,
 which is asked, and all of it for each sentence of the batch.
 
-? Batch 64, source 3 tokens, decoder input 5, 4 heads: which shape have all
+? Batch 64, source 3 tokens, decoder input 5, 4 heads: what is the shape of all
    cross-attention scores together?
 = {tuple(scores.shape)}
 ! The order is batch, heads, query, key. d_k is gone: the dot products have summed
 over it.
 
-? Source of 5 tokens, decoder input bos and 5 words: which shape has the causal
+? Source of 5 tokens, decoder input bos and 5 words: what is the shape of the causal
    mask, without the dimensions for batch and heads?
 = {tuple(causal_mask(6)[0, 0].shape)}
 ! Decoder tokens look at decoder tokens, and there are 6. The source does not enter.
 
-? How many parameters has MultiHeadAttention(d_model=512, n_heads=8)?
+? How many parameters does MultiHeadAttention(d_model=512, n_heads=8) have?
 = {parameters}
 ! Four matrices of 512 × 512, each with a bias of 512: 4(d² + d). Heads only cut the
 result into pieces; their number appears nowhere.
@@ -402,8 +417,7 @@ deviation is its root, which is just what the division takes out.
    c) nothing: w_q is smaller after the first step
 = b
 ! Large scores make softmax choose one key, and where it has chosen its slope is
-nearly 0. The output stays finite, but w_q and w_k hardly learn: w_q cannot shrink
-without gradient.
+nearly 0. The output stays finite, but most queries are not told how to change.
 
 ? In this course a mask is False at row t, column s. What does that say?
    a) token t is PAD
@@ -455,7 +469,9 @@ def exercise() -> list[tuple]:
         "the mask is not used": version(blocked=None),
         "blocked scores become 0, but exp(0) is 1": version(blocked=0.0),
         "the mask comes after softmax, and rows no longer add up to 1": late,
-        "blocked scores become -inf: where all are, softmax is NaN": version(blocked=-math.inf),
+        "a row with everything blocked becomes 0/0, as it does with -inf": version(
+            blocked=-math.inf
+        ),
     }
     return [("attention", solution, cases, mistakes)]
 
@@ -488,6 +504,7 @@ def ask() -> int:
     """Ask the questions of `quiz`, each with a second try, until they or the input end."""
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
+    print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
     with contextlib.suppress(EOFError):
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
@@ -505,6 +522,8 @@ def ask() -> int:
 def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
+    if results is None:
+        raise ValueError("it returns None; is a return missing?")
     results = results if isinstance(results, tuple) else (results,)
     return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 
@@ -526,6 +545,8 @@ def difference(want: list[Tensor], have: list[Tensor]) -> str:
 
 def grade(file: Path) -> int:
     """Try the functions in a learner's file on the cases of the exercise; return the status."""
+    if not file.is_file():
+        refuse(f"there is no file {file}.")
     alarm = threading.Timer(20, _thread.interrupt_main)  # as if somebody pressed Ctrl-C
     alarm.daemon = True
     alarm.start()

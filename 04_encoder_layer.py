@@ -6,20 +6,21 @@
 
 Lesson 3 ended with attention, which gives every token a mixture of all of them. The
 layer around it has four more parts: a feed-forward network, the residual stream,
-LayerNorm and dropout. When you have worked through this lesson you can build the layer,
-say what each part is for, count its parameters, and tell post-norm from pre-norm.
+LayerNorm and dropout. When you have worked through this lesson you can build the
+layer, say what each part is for, count its parameters, and tell post-norm from
+pre-norm.
 
     python 04_encoder_layer.py               the lesson; --section 3 only a part
     python 04_encoder_layer.py --quiz        questions, with explanations
     python 04_encoder_layer.py --check FILE  the exercise, in a file of your own
 
-Exercise: write layer_norm(x, gain, bias, eps=1e-5). x is (..., d_model), gain and bias
-are (d_model,). From the numbers of each token subtract their mean; divide by the root
-of their variance plus eps; multiply by the gain and add the bias. Return a tensor or
-array of the shape of x.
+Exercise: write layer_norm(x, gain, bias, eps=1e-5). x is (..., d_model), gain and
+bias are (d_model,). From the numbers of each token subtract their mean; divide by the
+root of their variance plus eps; multiply by the gain and add the bias. Return a
+tensor or array of the shape of x.
 
-Sources: Vaswani et al., "Attention Is All You Need" (2017), sections 3.1, 3.3 and 5.4;
-Ba, Kiros and Hinton, "Layer Normalization" (2016).
+Sources: Vaswani et al., "Attention Is All You Need" (2017), sections 3.1, 3.3 and
+5.4; Ba, Kiros and Hinton, "Layer Normalization" (2016).
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def share(part: Tensor, whole: Tensor) -> float:
 def section_residual() -> None:
     """The residual stream: a sub-layer adds, it does not replace
 
-    A sub-layer f is attention or the feed-forward network. What goes on is not f(x) but
-    x + f(x). So one row of vectors, the residual stream, runs through the whole stack,
-    and every sub-layer reads it and adds to it.
+    A sub-layer f is attention or the feed-forward network. What goes on is not f(x)
+    but x + f(x). So one row of vectors, the residual stream, runs through the whole
+    stack, and every sub-layer reads it and adds to it.
 
     Backwards, the addition is a path of its own. The derivative of x + f(x) is 1 + f'(x):
     the gradient that arrives passes as it is, and what comes through f is added. Without
@@ -149,14 +150,20 @@ class LayerNorm(nn.Module):
         return centred / (variance + self.eps).sqrt() * self.weight + self.bias
 
 
-def check_same(ours: Tensor, reference: Tensor, inputs: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Check outputs, and the gradients of a random mixture of them by inputs of either side."""
+def check_same(ours: Tensor, reference: Tensor, inputs: dict[str, tuple[Any, Any]]) -> None:
+    """Check outputs, and the gradients of a random mixture of them.
+
+    inputs: by name, one or several tensors that ours depends on, and those of the reference.
+    """
     check_close("same output as torch's", ours, reference)
     direction = torch.randn_like(ours)
-    for name, (mine, other) in inputs.items():
-        (gradient,) = torch.autograd.grad(ours, mine, direction, retain_graph=True)
-        (expected,) = torch.autograd.grad(reference, other, direction, retain_graph=True)
-        check_close(f"same gradient of {name}", gradient, expected[: len(gradient)], 1e-4)
+    for name, sides in inputs.items():
+        mine, other = (
+            torch.autograd.grad(output, tensors, direction, retain_graph=True)
+            for output, tensors in zip((ours, reference), sides, strict=True)
+        )
+        flat = [torch.cat([gradient.flatten() for gradient in side]) for side in (mine, other)]
+        check_close(f"same gradient of {name}", *flat, 1e-4)
 
 
 def section_layer_norm() -> None:
@@ -326,9 +333,10 @@ def section_encoder_layer() -> None:
             for parameter, value in zip(other, values, strict=True):
                 parameter.copy_(value)
         print(f"  {name}, {tuple(x.shape)}, of which {int(real.sum())} tokens are real")
-        inputs = {"x": (x, x), "w_q": (p[0], other[0]), "linear1": (p[8], other[4])}
+        inputs = {"x": (x, x), "attention": ([*p[0:6:2], *p[1:6:2], *p[6:8]], other[:4])}
+        inputs |= {"feed-forward": (p[8:12], other[4:8]), "the norms": (p[12:], other[8:])}
         output, reference = ours(x, mask)[real], theirs(x, src_key_padding_mask=~real)[real]
-        check_same(output, reference, {**inputs, "the last gain": (p[-2], other[-2])})
+        check_same(output, reference, inputs)
         with torch.no_grad():
             faster = theirs.eval()(x, src_key_padding_mask=~real)[real]
             check_close("same output in eval mode", ours.eval()(x, mask)[real], faster)
@@ -402,11 +410,13 @@ def section_norm_placement() -> None:
     more norm behind the last layer. Both are measured before training, with weights as
     the course starts them: variance 2 / (inputs + outputs), biases 0.
 
-    "std" is the stream's after the last layer. A random gradient of length 1 arrives at
-    the output; "first" and "last" are the lengths of what the parameters of the first and
-    of the last layer get. What is left of a token without the mean of its sentence tells
-    it from the others: "apart" is the share of the stream's length that does. "its
-    gradient" arrives at that part of the output alone; how long is it at the input?
+    std           the stream's standard deviation after the last layer
+    first, last   a random gradient of length 1 arrives at the output: the length of what
+                  the parameters of the first and of the last layer get
+    apart         subtract from each token the mean of its sentence; what remains is its
+                  own part, here as a share of the stream's length
+    its gradient  a gradient of length 1 arrives at the own parts alone: the length of
+                  what reaches the input
     """
     found = {}
     for name in ("post", "pre"):
@@ -471,13 +481,12 @@ def stack_without(part: str) -> nn.Sequential:
 def section_without() -> None:
     """What each part is for: remove it and see
 
-    Six untrained post-norm layers read 4 sentences x of 6 random tokens, first whole, then
-    with one part taken out of all six. Four measurements of the output f(x):
+    Six untrained post-norm layers read 4 sentences x of 6 random tokens, first whole,
+    then with one part taken out of all six. Four measurements of the output f(x):
 
     others  token 0 becomes another: by what share do the outputs of the others change?
-    bends   the length of f(x) + f(-x), as a share of f(x)'s. With biases still 0, all
-            but the relu lets a turned sign through: at 0, tokens were only mixed,
-            multiplied by matrices, added and scaled.
+    bends   the length of f(x) + f(-x), as a share of f(x)'s. While biases are 0,
+            everything but the relu turns -x into -f(x), and the sum is 0.
     apart   the share of f(x) that tells the tokens of a sentence apart
     std     the standard deviation of f(x)
     """
@@ -514,11 +523,12 @@ def quiz() -> str:
 = {tuple(layer(x).shape)}
 ! The same that went in: that is why layers can be stacked, and x and f(x) added.
 
-? Inside, which shape has what comes out of the feed-forward network's relu?
+? Inside, what is the shape of what comes out of the feed-forward network's relu?
 = {tuple(layer.feed_forward.linear1(x).relu().shape)}
-! linear1 widens each token's 64 numbers to d_ff = 256; linear2 makes 64 of them again.
+! linear1 widens each token's 64 numbers to d_ff = 256; linear2 makes 64 of them
+again.
 
-? How many parameters has FeedForward(512, 2048)?
+? How many parameters does FeedForward(512, 2048) have?
 = {parameters}
 ! 2 d d_ff + d_ff + d: two matrices of 512 × 2048, one bias of 2048, one of 512.
 
@@ -531,19 +541,19 @@ def quiz() -> str:
 ! It is divided by 1 - p = 0.8, so that 80% of 5 is the same mean as 4.
 
 ? Over which numbers does LayerNorm take mean and variance?
-   a) all tokens of the batch, for each place of d_model
+   a) all tokens of the batch, for each of the d_model columns
    b) all tokens of a sentence
    c) the d_model numbers of one token
 = c
 ! Whatever sentence or batch a token stands in, its norm is the same.
 
-? The first of 24 untrained pre-norm layers: why does a gradient reach it?
-   a) the addition hands it down unchanged from layer to layer
+? Pre-norm keeps a token's own gradient through 24 layers. What hands it down?
+   a) the addition, past every sub-layer
    b) LayerNorm makes every gradient as long as the one before
    c) its parameters are larger
 = a
-! The derivative of x + f(x) is 1 + f'(x). The 1 is there in every layer, and in pre-norm
-no norm stands between them.
+! The derivative of x + f(x) is 1 + f'(x). In pre-norm no norm stands behind the
+addition, which would scale the 1 down in every layer.
 """
 
 
@@ -614,6 +624,7 @@ def ask() -> int:
     """Ask the questions of `quiz`, each with a second try, until they or the input end."""
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
+    print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
     with contextlib.suppress(EOFError):
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
@@ -631,6 +642,8 @@ def ask() -> int:
 def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
+    if results is None:
+        raise ValueError("it returns None; is a return missing?")
     results = results if isinstance(results, tuple) else (results,)
     return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 
@@ -652,6 +665,8 @@ def difference(want: list[Tensor], have: list[Tensor]) -> str:
 
 def grade(file: Path) -> int:
     """Try the functions in a learner's file on the cases of the exercise; return the status."""
+    if not file.is_file():
+        refuse(f"there is no file {file}.")
     alarm = threading.Timer(20, _thread.interrupt_main)  # as if somebody pressed Ctrl-C
     alarm.daemon = True
     alarm.start()

@@ -309,14 +309,20 @@ def random_layer(norm_first: bool = False) -> DecoderLayer:
     return layer
 
 
-def check_same(ours: Tensor, reference: Tensor, inputs: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Check outputs, and the gradients of a random mixture of them by inputs of either side."""
+def check_same(ours: Tensor, reference: Tensor, inputs: dict[str, tuple[Any, Any]]) -> None:
+    """Check outputs, and the gradients of a random mixture of them.
+
+    inputs: by name, one or several tensors that ours depends on, and those of the reference.
+    """
     check_close("same output as torch's", ours, reference)
     direction = torch.randn_like(ours)
-    for name, (mine, other) in inputs.items():
-        (gradient,) = torch.autograd.grad(ours, mine, direction, retain_graph=True)
-        (expected,) = torch.autograd.grad(reference, other, direction, retain_graph=True)
-        check_close(f"same gradient of {name}", gradient, expected[: len(gradient)], 1e-4)
+    for name, sides in inputs.items():
+        mine, other = (
+            torch.autograd.grad(output, tensors, direction, retain_graph=True)
+            for output, tensors in zip((ours, reference), sides, strict=True)
+        )
+        flat = [torch.cat([gradient.flatten() for gradient in side]) for side in (mine, other)]
+        check_close(f"same gradient of {name}", *flat, 1e-4)
 
 
 def section_decoder_layer() -> None:
@@ -351,10 +357,15 @@ def section_decoder_layer() -> None:
             parameter.data.copy_(value)
         x, memory = (torch.randn(2, length, 32, requires_grad=True) for length in (5, 3))
         print(f"  {kind}: x {tuple(x.shape)}, memory {tuple(memory.shape)}")
-        w_q = ours.self_attention.w_q.weight, theirs.self_attn.in_proj_weight
-        bias = ours.feed_forward.linear1.bias, theirs.linear1.bias
-        gain = ours.residual3.norm.weight, theirs.norm3.weight
-        parameters = {"w_q": w_q, "a feed-forward bias": bias, "the last gain": gain}
+        mine, other = list(ours.parameters()), list(theirs.parameters())
+        both = [
+            [*mine[i : i + 6 : 2], *mine[i + 1 : i + 6 : 2], *mine[i + 6 : i + 8]] for i in (0, 8)
+        ]
+        parameters = {
+            "self-attention": (both[0], other[:4]),
+            "cross-attention": (both[1], other[4:8]),
+        }
+        parameters |= {"all the rest": (mine[16:], other[8:])}
         output = full_pass(ours, x, memory, causal & padding, source)
         inputs = {"x": (x, x), "memory": (memory, memory), **parameters}
         check_same(output, theirs(x, memory, **blocked), inputs)
@@ -366,7 +377,7 @@ def section_causality() -> None:
 
     Feed-forward, norms and additions treat every place by itself. Attention is the only
     way from one place to another, and there the weight of a later place is exactly 0. So
-    the layer is causal, and so is a stack of such layers. Two proofs. Another vector at
+    the layer is causal, and so is a stack of such layers. Two tests. Another vector at
     place 3, where "forty" is read, must leave the outputs before it alone. And the
     gradient of output t by input s must be 0 where s is later than t, here of a random
     mixture of the 32 numbers of output t. The shades show its length, outputs in rows
@@ -503,13 +514,13 @@ def quiz() -> str:
     causal, padding = causal_mask(4), padding_mask(torch.tensor([[BOS, 3, PAD, PAD]]))
     future, more = (~causal).sum(), (causal & ~padding).sum()
     return f"""
-? d_model 64, a batch of 32, sources filled up to 3 tokens, decoder input of 5:
-   which shape has the memory?
+? d_model 64, a batch of 32, sources filled up to 3 tokens, decoder input of 5: what
+   is the shape of the memory?
 = {tuple(memory.shape)}
 ! One vector for each source token, PAD included. The decoder's length does not
 enter.
 
-? Source of 3 tokens, decoder input of 5: which shape has the mask of
+? Source of 3 tokens, decoder input of 5: what is the shape of the mask of
    cross-attention, written out for this one example?
 = {tuple(cross.shape)}
 ! Rows follow the decoder, which looks, columns the source, which is looked at.
@@ -645,6 +656,7 @@ def ask() -> int:
     """Ask the questions of `quiz`, each with a second try, until they or the input end."""
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
+    print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
     with contextlib.suppress(EOFError):
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
@@ -662,6 +674,8 @@ def ask() -> int:
 def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
+    if results is None:
+        raise ValueError("it returns None; is a return missing?")
     results = results if isinstance(results, tuple) else (results,)
     return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 
@@ -683,6 +697,8 @@ def difference(want: list[Tensor], have: list[Tensor]) -> str:
 
 def grade(file: Path) -> int:
     """Try the functions in a learner's file on the cases of the exercise; return the status."""
+    if not file.is_file():
+        refuse(f"there is no file {file}.")
     alarm = threading.Timer(20, _thread.interrupt_main)  # as if somebody pressed Ctrl-C
     alarm.daemon = True
     alarm.start()

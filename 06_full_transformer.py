@@ -771,9 +771,9 @@ def section_numbers() -> None:
 
     The source is a number from 0 to 999, digit by digit; the target is its words. 900
     numbers are for training, 100 are never shown. The 4 of 427 is "four hundred", the 4
-    of 742 is "forty", and the 1 of 413 changes the word after it: there are rules, and a
-    model that reads the 100 others right has found them. 0 to 19 are among the 900: each of
-    them alone is an exception, and "zero" occurs nowhere else.
+    of 742 is "forty", and the 1 of 413 has no word of its own: there are rules, and a
+    model that reads the 100 others right has found them. 0 to 19 are among the 900: each
+    of them alone is an exception, and "zero" occurs nowhere else.
 
     Label smoothing 0.1: the model is to give the right word not probability 1, but 0.9
     and its share of the 0.1 that is spread over all 32 words. Such a loss cannot reach 0.
@@ -806,10 +806,10 @@ def section_numbers() -> None:
 def section_alignment() -> None:
     """Now it knows where to look
 
-    The decoder writes "four" and must look at the 4. Rows are the words to be written,
-    columns the digits read; the weights are those of the last decoder layer, the mean of
-    its heads. What was flat in the batch learnt by heart points at single digits here:
-    for numbers never seen, memory does not help, and looking does.
+    To write "four" the decoder looks at the 4. Rows are the words to be written, columns
+    the digits read; the weights are those of the last decoder layer, the mean of its
+    heads. What was flat in the batch learnt by heart points at single digits here: for
+    numbers never seen, memory does not help, and looking does.
     """
     model, number = read_numbers(torch.initial_seed()).model, EXAMPLES[0]
     src, tgt = number_batch([number])
@@ -822,7 +822,9 @@ def section_alignment() -> None:
     check("hundreds, tens and ones look at their own digit", share > 0.9, evidence)
     flat = flatness(model, src, tgt)
     check("the attention is not flat any more", flat < 0.6, f"flatness {flat:.2f}")
-    print("\n  Lesson 7 takes the training loop apart and trains on sentences.")
+    print("\n  It need not be so. The encoder has mixed the digits already, and another model may")
+    print("  find what it needs elsewhere: see --microscope 42.\n")
+    print("  Lesson 7 takes the training loop apart and trains on sentences.")
 
 
 def draw_learning(figure: Any) -> None:
@@ -878,7 +880,10 @@ def microscope(args: argparse.Namespace) -> int:
         print(f"{name}  ({', '.join(sizes)})  [{', '.join(map(str, large))}]")
         print(textwrap.indent(re.sub(r"tensor\\(|, grad_fn.*|\\)$", "", str(values[0])), "  "))
         if sys.stdin.isatty() and sys.stdout.isatty():
-            input("(Enter goes on) ")
+            try:
+                input("(Enter goes on, Ctrl-D ends) ")
+            except EOFError:
+                break
     return 0
 
 
@@ -894,8 +899,8 @@ def experiment(args: argparse.Namespace) -> int:
             loss = list(fit(model, *number_batch(SEEN), epochs, 3e-3, NUMBER_SMOOTHING))[-1]
             rows.append([name, epochs, f"{loss:.3f}", exact(model, *unseen)])
     table(["tables start at size", "epochs", "loss", "unseen right, of 100"], *rows)
-    print("\n  After × sqrt(d_model) the second kind has entries of size 8 in place of 1. A step of")
-    print("  Adam, whose size does not depend on that, moves it by an 8th of the part.")
+    print("\n  After × sqrt(d_model) the second kind has entries of size 8 in place of 1. What may")
+    print("  slow it down: a step of Adam moves both by as much, which is an 8th of the part.")
     return 0
 
 
@@ -908,13 +913,13 @@ def quiz() -> str:
     untied = sum(p.numel() for p in number_model("none").parameters())
     share = NUMBER_SMOOTHING / len(WORDS)
     return f"""
-? Batch 64, source 3 tokens, decoder input 5, 4 heads: which shape have the
+? Batch 64, source 3 tokens, decoder input 5, 4 heads: what is the shape of the
    cross-attention weights of one layer?
 = {tuple(steps["decoder 1 cross-attention: weights"].shape)}
 ! Batch, head, query, key. The queries come from the decoder, the keys from the
 source.
 
-? The same batch, target vocabulary 32: which shape have the logits?
+? The same batch, target vocabulary 32: what is the shape of the logits?
 = {tuple(steps["logits"].shape)}
 ! For each of the 5 places of each decoder input a score for each of 32 words.
 
@@ -1041,6 +1046,7 @@ def ask() -> int:
     """Ask the questions of `quiz`, each with a second try, until they or the input end."""
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
+    print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
     with contextlib.suppress(EOFError):
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
@@ -1058,6 +1064,8 @@ def ask() -> int:
 def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
+    if results is None:
+        raise ValueError("it returns None; is a return missing?")
     results = results if isinstance(results, tuple) else (results,)
     return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 
@@ -1079,6 +1087,8 @@ def difference(want: list[Tensor], have: list[Tensor]) -> str:
 
 def grade(file: Path) -> int:
     """Try the functions in a learner's file on the cases of the exercise; return the status."""
+    if not file.is_file():
+        refuse(f"there is no file {file}.")
     alarm = threading.Timer(20, _thread.interrupt_main)  # as if somebody pressed Ctrl-C
     alarm.daemon = True
     alarm.start()

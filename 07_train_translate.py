@@ -908,7 +908,7 @@ def quiz() -> str:
     rows = sum(range(1, 6))
     return f"""
 ? A batch of 14 sentences; its decoder input is {tgt.size(1)} long, the French
-   vocabulary has {len(TGT_IDS)} ids. Which shape have the logits?
+   vocabulary has {len(TGT_IDS)} ids. What is the shape of the logits?
 = {tuple(logits.shape)}
 ! For each place of each decoder input a score for every word: PAD places have
 logits as well, they only do not count in the loss.
@@ -1041,6 +1041,7 @@ def ask() -> int:
     """Ask the questions of `quiz`, each with a second try, until they or the input end."""
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
+    print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
     with contextlib.suppress(EOFError):
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
@@ -1058,6 +1059,8 @@ def ask() -> int:
 def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
+    if results is None:
+        raise ValueError("it returns None; is a return missing?")
     results = results if isinstance(results, tuple) else (results,)
     return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 
@@ -1079,6 +1082,8 @@ def difference(want: list[Tensor], have: list[Tensor]) -> str:
 
 def grade(file: Path) -> int:
     """Try the functions in a learner's file on the cases of the exercise; return the status."""
+    if not file.is_file():
+        refuse(f"there is no file {file}.")
     alarm = threading.Timer(20, _thread.interrupt_main)  # as if somebody pressed Ctrl-C
     alarm.daemon = True
     alarm.start()
