@@ -13,8 +13,8 @@ arithmetic.
     python 01_architecture_overview.py               the lesson; --section 3 only a part
     python 01_architecture_overview.py --quiz        questions, with explanations
     python 01_architecture_overview.py --check FILE  the exercise, in a file of your own
-    python 01_architecture_overview.py --d-model 256 --n-heads 8 --d-ff 1024 --n-layers 4
-        --vocab 8000                                 what such a model needs
+    python 01_architecture_overview.py --d-model 256 --n-heads 8 --d-ff 1024
+        --n-layers 4 --vocab 8000                    what such a model needs
 
 Exercise: write count_parameters(d_model, n_heads, d_ff, n_layers, vocab_size): the
 number of parameters of a Transformer as in section 4, with n_layers encoder and
@@ -749,7 +749,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return teach(parser.parse_args(arguments))
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output has left

@@ -690,7 +690,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return teach(parser.parse_args(arguments))
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output has left

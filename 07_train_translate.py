@@ -335,7 +335,7 @@ class Transformer(nn.Module):
 
 
 # ---- Sentences, vocabularies, batches ----
-SEEN = {
+TOY = {
     "the cat sleeps": "le chat dort",
     "the dog sleeps": "le chien dort",
     "the girl sleeps": "la fille dort",
@@ -365,7 +365,7 @@ SEEN = {
     "the mouse is small": "la souris est petite",
     "where is the boy": "où est le garçon",
 }
-UNSEEN = {  # never trained on, made of words that occur above
+NEW = {  # never trained on, made of words that occur above
     "the dog eats": "le chien mange",
     "the boy sleeps": "le garçon dort",
     "the mouse sleeps": "la souris dort",
@@ -381,13 +381,21 @@ UNSEEN = {  # never trained on, made of words that occur above
 }
 
 
-def number_words(sentences: Sequence[str]) -> dict[str, int]:
-    """Return an id for each word of the sentences; the first three ids are taken."""
-    words = sorted({word for sentence in sentences for word in sentence.split()})
+def number_words(words: Sequence[str]) -> dict[str, int]:
+    """Return the id of each word; the first three ids are taken.
+
+    >>> number_words(["cat", "dog"])
+    {'<pad>': 0, '<bos>': 1, '<eos>': 2, 'cat': 3, 'dog': 4}
+    """
     return {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", *words])}
 
 
-SRC_IDS, TGT_IDS = number_words(SEEN), number_words(SEEN.values())
+def words_of(sentences: Sequence[str]) -> list[str]:
+    """Return each word of the sentences once, in order."""
+    return sorted({word for sentence in sentences for word in sentence.split()})
+
+
+SRC_IDS, TGT_IDS = number_words(words_of(TOY)), number_words(words_of(TOY.values()))
 TGT_WORDS = list(TGT_IDS)
 
 
@@ -397,7 +405,7 @@ def padded(rows: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
 
 
-def encode_pairs(pairs: dict[str, str]) -> tuple[Tensor, Tensor]:
+def toy_batch(pairs: dict[str, str]) -> tuple[Tensor, Tensor]:
     """Return source ids (B, S) and target ids (B, T), which end with eos."""
     src = [[SRC_IDS[word] for word in sentence.split()] for sentence in pairs]
     tgt = [[*(TGT_IDS[word] for word in text.split()), EOS] for text in pairs.values()]
@@ -417,17 +425,16 @@ def section_batches() -> None:
     all rows of a tensor have one length: shorter sentences are filled up with PAD. The
     target ends with eos. The decoder reads it shifted right by one, as lesson 5 showed.
     """
-    pairs = dict(list(SEEN.items())[3:6])
-    src, tgt = encode_pairs(pairs)
+    pairs = dict(list(TOY.items())[3:6])
+    src, tgt = toy_batch(pairs)
     for name, ids in (("source", src), ("target", tgt), ("decoder input", shift_right(tgt))):
         table([name], *([row] for row in ids.tolist()))
-    print(f"\n  {len(SEEN)} pairs; {len(SRC_IDS)} English and {len(TGT_IDS)} French ids.\n")
+    print(f"\n  {len(TOY)} pairs; {len(SRC_IDS)} English and {len(TGT_IDS)} French ids.\n")
     words = [" ".join(TGT_WORDS[i] for i in row if i > EOS) for row in tgt.tolist()]
     check("ids read back are the sentences", words == list(pairs.values()), words[0])
-    known = {word for sentence in UNSEEN for word in sentence.split()} <= SRC_IDS.keys()
-    known &= {word for text in UNSEEN.values() for word in text.split()} <= TGT_IDS.keys()
-    both = len(SEEN.keys() & UNSEEN.keys())
-    evidence = f"{len(UNSEEN)} sentences, {both} of them among the {len(SEEN)}"
+    known = {*words_of(NEW)} <= SRC_IDS.keys() and {*words_of(NEW.values())} <= TGT_IDS.keys()
+    both = len(TOY.keys() & NEW.keys())
+    evidence = f"{len(NEW)} sentences, {both} of them among the {len(TOY)}"
     check("unseen sentences are made of known words", known and both == 0, evidence)
 
 
@@ -464,7 +471,7 @@ def section_step() -> None:
     batches would give the words of small batches more weight than the others.
     """
     model = new_model().eval()  # no dropout, so that the two ways can be compared
-    src, tgt = encode_pairs(SEEN)
+    src, tgt = toy_batch(TOY)
     tokens = int((tgt != PAD).sum())
     loss = batch_loss(model, src, tgt, smoothing=0.0) / tokens
     with torch.no_grad():
@@ -540,10 +547,10 @@ class Run(NamedTuple):
     unseen: list[float]
 
 
-def train(epochs: int) -> Run:
+def train_toy(epochs: int) -> Run:
     """Train a new model on the 28 sentences."""
     torch.set_num_threads(1)  # so small a model gains nothing from more
-    run, (src, tgt), held_out = Run(new_model(), [], []), encode_pairs(SEEN), encode_pairs(UNSEEN)
+    run, (src, tgt), held_out = Run(new_model(), [], []), toy_batch(TOY), toy_batch(NEW)
     optimizer = torch.optim.Adam(run.model.parameters(), betas=(0.9, 0.98), eps=1e-9)
     step, total = 0, epochs * math.ceil(len(src) / BATCH)
     for _ in tqdm(range(epochs), unit="epoch", leave=False, disable=None):
@@ -600,7 +607,7 @@ def correct(model: Transformer, pairs: dict[str, str]) -> int:
 def toy(seed: int) -> Run:
     """Return the model of this lesson, trained once for each seed."""
     torch.manual_seed(seed)
-    return train(EPOCHS)
+    return train_toy(EPOCHS)
 
 
 def section_loop() -> None:
@@ -619,11 +626,11 @@ def section_loop() -> None:
     rows = ([e, f"{run.seen[e - 1]:.3f}", f"{run.unseen[e - 1]:.3f}"] for e in shown)
     table(["epoch", "loss on the 28", "on unseen ones"], *rows)
     print()
-    some = list(SEEN)[4:8]
+    some = list(TOY)[4:8]
     table(["English", "translated"], *zip(some, translate(run.model, some), strict=True))
     print()
-    right = correct(run.model, SEEN)
-    check("all 28 come back exactly", right == len(SEEN), f"{right} of {len(SEEN)}")
+    right = correct(run.model, TOY)
+    check("all 28 come back exactly", right == len(TOY), f"{right} of {len(TOY)}")
 
 
 def draw_losses(figure: Any) -> None:
@@ -691,12 +698,12 @@ def section_checkpoint() -> None:
     both = zip(model.parameters(), again.parameters(), strict=True)
     same = all(torch.equal(a, b) for a, b in both)
     check("the weights come back to the last bit", same, f"{len(model.state_dict())} tensors")
-    sentences = [*SEEN, *UNSEEN]
+    sentences = [*TOY, *NEW]
     a, b = translate(model, sentences), translate(again, sentences)
     alike = sum(x == y for x, y in zip(a, b, strict=True))
     check("and so do all translations", alike == len(sentences), f"{alike} of {len(sentences)}")
     model.train()
-    src = encode_pairs(SEEN)[0]
+    src = toy_batch(TOY)[0]
     noisy = (model.encode(src) - model.encode(src)).abs().max().item()
     model.eval()
     steady = (model.encode(src) - model.encode(src)).abs().max().item()
@@ -737,7 +744,7 @@ def section_decoding() -> None:
     print()
     gap = torch.stack(gaps).max().item()
     check("logits are the same with caches", gap < 1e-4, f"max difference {gap:.1e}")
-    sentences = [*SEEN, *UNSEEN]
+    sentences = [*TOY, *NEW]
     answers = [translate(model, sentences, cached) for cached in (False, True)]
     same = sum(a == b for a, b in zip(*answers, strict=True))
     check("all translations, too", same == len(sentences), f"{same} of {len(sentences)}")
@@ -759,27 +766,27 @@ def section_unseen() -> None:
     much like the one asked for.
     """
     model = toy(torch.initial_seed()).model
-    written = translate(model, list(UNSEEN))
+    written = translate(model, list(NEW))
     rows = [
-        [english, mine, "" if mine == french else french, "yes" if mine in SEEN.values() else ""]
-        for (english, french), mine in zip(UNSEEN.items(), written, strict=True)
+        [english, mine, "" if mine == french else french, "yes" if mine in TOY.values() else ""]
+        for (english, french), mine in zip(NEW.items(), written, strict=True)
     ]
     table(["English", "translated", "would be right", "learnt"], *rows)
-    right = correct(model, UNSEEN)
+    right = correct(model, NEW)
     words = total = 0
-    for mine, french in zip(written, UNSEEN.values(), strict=True):
+    for mine, french in zip(written, NEW.values(), strict=True):
         total += len(french.split())
         words += sum(a == b for a, b in zip(mine.split(), french.split(), strict=False))
-    print(f"\n  {right} of {len(UNSEEN)} sentences and {words} of {total} words are right.")
-    wrong = [mine for mine, french in zip(written, UNSEEN.values(), strict=True) if mine != french]
-    learnt = sum(mine in SEEN.values() for mine in wrong)
+    print(f"\n  {right} of {len(NEW)} sentences and {words} of {total} words are right.")
+    wrong = [mine for mine, french in zip(written, NEW.values(), strict=True) if mine != french]
+    learnt = sum(mine in TOY.values() for mine in wrong)
     print(f"  Of {len(wrong)} wrong answers {learnt} are sentences learnt by heart.\n")
     chance = 1 / (len(TGT_IDS) - 3)
     evidence = f"{words / total:.0%} of the words, by chance {chance:.0%}"
     check("it has learnt more than chance", words / total > 5 * chance, evidence)
-    seen = correct(model, SEEN)
-    gap = f"{right / len(UNSEEN):.0%} of unseen sentences, {seen / len(SEEN):.0%} of the 28"
-    check("it does worse on unseen ones", right / len(UNSEEN) < seen / len(SEEN), gap)
+    seen = correct(model, TOY)
+    gap = f"{right / len(NEW):.0%} of unseen sentences, {seen / len(TOY):.0%} of the 28"
+    check("it does worse on unseen ones", right / len(NEW) < seen / len(TOY), gap)
     print("\n  28 sentences can be told apart by a word or two each, and that is what is learnt.")
     print("  What helps is more of them: lesson 8 has 133,317.")
 
@@ -836,7 +843,7 @@ def section_subwords() -> None:
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    counts = Counter(word for text in SEEN.values() for word in text.split())
+    counts = Counter(word for text in TOY.values() for word in text.split())
     steps = learn_merges(counts)
     rows = [[i, " + ".join(pair), "".join(pair), n] for i, (pair, n) in enumerate(steps, 1)]
     half = MERGES // 2
@@ -848,7 +855,7 @@ def section_subwords() -> None:
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     letters = len(set("".join(counts)))
     trainer = trainers.BpeTrainer(vocab_size=letters + MERGES, show_progress=False)
-    library.train_from_iterator(SEEN.values(), trainer)
+    library.train_from_iterator(TOY.values(), trainer)
     learnt = json.loads(library.to_str())["model"]["merges"]
     theirs = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in learnt]
     same = sum(a == b for (a, _), b in zip(steps, theirs, strict=True))
@@ -875,14 +882,14 @@ def train_only(args: argparse.Namespace) -> int:
     if not 1 <= args.epochs <= 100_000:
         refuse(f"--epochs takes a number from 1 to 100,000, not {args.epochs}.")
     torch.manual_seed(args.seed % 2**32)
-    run = train(args.epochs)
+    run = train_toy(args.epochs)
     print(f"loss {run.seen[-1]:.3f} on the 28, {run.unseen[-1]:.3f} on unseen sentences")
-    print(f"exactly right: {correct(run.model, SEEN)} of {len(SEEN)}, ", end="")
-    print(f"{correct(run.model, UNSEEN)} of {len(UNSEEN)} unseen; saved in {save(run.model, RUN)}")
+    print(f"exactly right: {correct(run.model, TOY)} of {len(TOY)}, ", end="")
+    print(f"{correct(run.model, NEW)} of {len(NEW)} unseen; saved in {save(run.model, RUN)}")
     return 0
 
 
-def infer(args: argparse.Namespace) -> int:
+def prompt(args: argparse.Namespace) -> int:
     """Translate what is typed, or each line of a file: one line in, one line out."""
     model, talking = load(RUN), sys.stdin.isatty()
     if talking:
@@ -903,7 +910,7 @@ def infer(args: argparse.Namespace) -> int:
 # ---- Quiz and exercise ----
 def quiz() -> str:
     """Return the questions: ? the text, = the answer, ! an explanation."""
-    src, tgt = encode_pairs(SEEN)
+    src, tgt = toy_batch(TOY)
     logits = new_model()(src[:14], shift_right(tgt[:14]))
     rows = sum(range(1, 6))
     return f"""
@@ -1012,7 +1019,10 @@ def exercise() -> list[tuple]:
 
 FLAGS: dict[str, tuple] = {  # flags of this lesson alone: what each does instead, its options
     "--epochs": (train_only, dict(type=int, metavar="N", help="train only, N epochs, and save")),
-    "--infer": (infer, dict(action="store_true", default=None, help="translate: prompt or filter")),
+    "--infer": (
+        prompt,
+        dict(action="store_true", default=None, help="translate: prompt or filter"),
+    ),
 }
 
 
@@ -1227,7 +1237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return teach(parser.parse_args(arguments))
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read the output has left
