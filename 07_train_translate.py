@@ -1136,7 +1136,7 @@ proved: list[str] = []  # what the checks of this run have shown
 
 def refuse(sentence: str) -> NoReturn:
     """Say what is wrong outside the program and end with status 2."""
-    print(f"error: {sentence}", file=sys.stderr)
+    print("error:", *sentence.split(), file=sys.stderr)  # an exception's words may have line ends
     sys.exit(2)
 
 
