@@ -1114,7 +1114,7 @@ def test_figures_are_saved_and_replaced(quick_lesson, tmp_path):
     for section in (1, 2):  # the pictures do not depend on what else is shown
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", ".* deprecated - use ")  # matplotlib 3.8's own
+            warnings.filterwarnings("ignore", ".* deprecated")  # matplotlib 3.8's own
             result = run(quick_lesson, "--section", section, "--figures", folder)
         assert (result.status, result.err) == (0, "")
         pictures.append(drawn(quick_lesson, folder))
