@@ -625,7 +625,7 @@ def ask() -> int:
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
     print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, RuntimeError):  # the latter where there is no input at all
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
             right = means(input("> "), answer)

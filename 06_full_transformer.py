@@ -879,7 +879,7 @@ def microscope(args: argparse.Namespace) -> int:
         large = tuple(base.get(a, n) for a, n in zip(axes.split(), values.shape, strict=True))
         print(f"{name}  ({', '.join(sizes)})  [{', '.join(map(str, large))}]")
         print(textwrap.indent(re.sub(r"tensor\\(|, grad_fn.*|\\)$", "", str(values[0])), "  "))
-        if sys.stdin.isatty() and sys.stdout.isatty():
+        if all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout)):
             try:
                 input("(Enter goes on, Ctrl-D ends) ")
             except EOFError:
@@ -1047,7 +1047,7 @@ def ask() -> int:
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
     print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, RuntimeError):  # the latter where there is no input at all
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
             right = means(input("> "), answer)

@@ -891,11 +891,11 @@ def train_only(args: argparse.Namespace) -> int:
 
 def prompt(args: argparse.Namespace) -> int:
     """Translate what is typed, or each line of a file: one line in, one line out."""
-    model, talking = load(RUN), sys.stdin.isatty()
+    model, talking = load(RUN), bool(sys.stdin) and sys.stdin.isatty()
     if talking:
         words = sorted(SRC_IDS.keys() - {"<pad>", "<bos>", "<eos>"})
         print(textwrap.fill("Known words: " + " ".join(words) + ". Ctrl-D ends.", 86))
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, RuntimeError):  # the latter where there is no input at all
         while True:
             words = input("EN> " if talking else "").split()
             unknown = [word for word in words if word not in SRC_IDS]
@@ -1052,7 +1052,7 @@ def ask() -> int:
     questions = re.findall(r"\? (.+?)\n= (.+?)\n! (.+?)\n(?=\n|$)", quiz(), re.DOTALL)
     first = second = 0
     print("Answer with a number, a shape like (2, 3) or a letter; Ctrl-D ends.")
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, RuntimeError):  # the latter where there is no input at all
         for number, (question, answer, why) in enumerate(questions, 1):
             print(f"\n{number}. {question}")
             right = means(input("> "), answer)
