@@ -895,16 +895,19 @@ def prompt(args: argparse.Namespace) -> int:
     if talking:
         words = sorted(SRC_IDS.keys() - {"<pad>", "<bos>", "<eos>"})
         print(textwrap.fill("Known words: " + " ".join(words) + ". Ctrl-D ends.", 86))
-    with contextlib.suppress(EOFError, RuntimeError):  # the latter where there is no input at all
-        while True:
+    while True:
+        try:
             words = input("EN> " if talking else "").split()
-            unknown = [word for word in words if word not in SRC_IDS]
-            if unknown:
-                print(f"not among the known words: {' '.join(unknown)}", file=sys.stderr)
-            known = words and not unknown
-            answer = translate(model, [" ".join(words)])[0] if known else ""
-            print(f"FR> {answer}" if talking else answer, flush=True)
-    return 0
+        except (EOFError, RuntimeError):  # the latter where there is no input at all
+            return 0
+        unknown = [word for word in words if word not in SRC_IDS]
+        known = 0 < len(words) <= MAX_POSITIONS and not unknown
+        if unknown:
+            print(f"not among the known words: {' '.join(unknown)}", file=sys.stderr)
+        elif len(words) > MAX_POSITIONS:
+            print(f"longer than {MAX_POSITIONS} words: not translated", file=sys.stderr)
+        answer = translate(model, [" ".join(words)])[0] if known else ""
+        print(f"FR> {answer}" if talking else answer, flush=True)
 
 
 # ---- Quiz and exercise ----
