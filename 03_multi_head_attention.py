@@ -241,6 +241,8 @@ def section_masks() -> None:
     print(f"both {tuple(mask.shape)}\n\n    the weights of sentence 2:")
     heat_map(weights[1, 0], *[["9", "4", "PAD", "PAD"]] * 2)
     print()
+    triangle = np.tri(4, dtype=int)  # 1 where the column is not behind the row
+    check_close("the causal mask opens the present and the past", causal[0, 0].int(), triangle, 0)
     blocked = weights[~mask]
     check("blocked weights are 0", bool((blocked == 0).all()), f"all {len(blocked)}, exactly")
     check_close("and every row still adds up to 1", weights.sum(dim=-1), torch.ones(2, 1, 4))
