@@ -643,7 +643,7 @@ def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
     if results is None:
-        raise ValueError("it returns None; is a return missing?")
+        raise ValueError("it returns None: is a return missing?")
     results = results if isinstance(results, tuple) else (results,)
     return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 

@@ -794,6 +794,9 @@ def section_numbers() -> None:
         *zip(map(str, EXAMPLES), reading.early, final, strict=True),
     )
     print()
+    shared, fresh = set(SEEN) & set(UNSEEN), exact(number_model(), *number_batch(UNSEEN))
+    check("no unseen number is trained on", not shared, f"{len(shared)} of {len(UNSEEN)}")
+    check("an untrained model reads none of them", fresh == 0, f"{fresh} of {len(UNSEEN)}")
     check("unseen numbers are read aloud exactly", right[-1] == 100, f"{right[-1]} of 100")
     floor = smoothing_floor(len(WORDS), NUMBER_SMOOTHING)
     src, tgt = number_batch(SEEN)
@@ -867,8 +870,8 @@ def microscope(args: argparse.Namespace) -> int:
     for _ in fit(model, src, tgt, 300, 2e-2, smoothing=0.0):
         pass
     print("A model with 1 + 1 layers, 1 head, d_model 6, d_ff 12, trained on the numbers 0 to 99:")
-    print(f"it reads {exact(model, src, tgt)} of them right. It has written for {number}:", end=" ")
-    print(written_aloud(model, [number])[0] + ". In brackets: Transformer base.\n")
+    print(f"it reads {exact(model, src, tgt)} of them right, and for {number} it writes:", end=" ")
+    print(written_aloud(model, [number])[0] + ".\nIn square brackets: Transformer base.\n")
     words = [BOS, *answers(model, number_batch([number])[0])[0]]
     base = {"batch": 1, "head": 8, "d_k": 64, "d_model": 512, "d_ff": 2048, "vocabulary": 37_000}
     torch.set_printoptions(precision=2, sci_mode=False, linewidth=86)
@@ -878,7 +881,8 @@ def microscope(args: argparse.Namespace) -> int:
         sizes = [f"{axis} {n}" for axis, n in zip(axes.split(), values.shape, strict=True)]
         large = tuple(base.get(a, n) for a, n in zip(axes.split(), values.shape, strict=True))
         print(f"{name}  ({', '.join(sizes)})  [{', '.join(map(str, large))}]")
-        print(textwrap.indent(re.sub(r"tensor\\(|, grad_fn.*|\\)$", "", str(values[0])), "  "))
+        numbers = str(values[0]).removeprefix("tensor(").removesuffix(")")
+        print(textwrap.indent(numbers.replace("\n       ", "\n"), "  "))
         if all(stream and stream.isatty() for stream in (sys.stdin, sys.stdout)):
             try:
                 input("(Enter goes on, Ctrl-D ends) ")
@@ -1065,7 +1069,7 @@ def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
     if results is None:
-        raise ValueError("it returns None; is a return missing?")
+        raise ValueError("it returns None: is a return missing?")
     results = results if isinstance(results, tuple) else (results,)
     return [torch.as_tensor(result, dtype=torch.float64).detach() for result in results]
 
