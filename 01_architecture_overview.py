@@ -498,13 +498,18 @@ def exercise() -> list[tuple]:
     """Return name, solution, inputs by case and usual mistakes of each function to write."""
 
     def version(
-        bias: int = 1, norms: int = 5, attentions: int = 3, matrices: int = 1, **more: int
+        bias: int = 1,
+        norms: int = 5,
+        attentions: int = 3,
+        matrices: int = 1,
+        final_norms: int = 0,
+        times_heads: bool = False,
     ) -> Callable:
         def count(d_model: int, n_heads: int, d_ff: int, n_layers: int, vocab_size: int) -> int:
-            attention = 4 * (d_model**2 + bias * d_model) * (n_heads if "heads" in more else 1)
+            attention = 4 * (d_model**2 + bias * d_model) * (n_heads if times_heads else 1)
             feed_forward = 2 * d_model * d_ff + bias * (d_ff + d_model)
             layers = attentions * attention + 2 * feed_forward + norms * 2 * d_model
-            final = more.get("final", 0) * 2 * d_model
+            final = final_norms * 2 * d_model
             return n_layers * layers + matrices * vocab_size * d_model + final
 
         return count
@@ -523,8 +528,8 @@ def exercise() -> list[tuple]:
         "source, target and output have matrices of their own: they share one": version(matrices=3),
         "source and target have matrices of their own: they share one": version(matrices=2),
         "the embedding is missing": version(matrices=0),
-        "attention is multiplied by the heads: they divide the width": version(heads=1),
-        "final norms are counted, which only pre-norm has": version(final=2),
+        "attention is multiplied by the heads: they divide the width": version(times_heads=True),
+        "final norms are counted, which only pre-norm has": version(final_norms=2),
     }
     return [("count_parameters", solution, cases, mistakes)]
 

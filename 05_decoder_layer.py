@@ -385,7 +385,7 @@ def section_causality() -> None:
 
     Without the mask: what a place is to predict stands at the next place, to be read. A
     head that asks for the next place is always right, even on words drawn at random from
-    8, where chance is right once in 8. Training soon finds such a head. In use there is
+    8, where chance is right once in 8. Training can find such a head. In use there is
     no next place yet, and all is nonsense. Accuracy near 100% early on is the sign.
     """
     layer, memory = random_layer(), torch.randn(1, 3, 32).repeat(2, 1, 1)

@@ -814,14 +814,18 @@ def build_model(config: Config, vocab_sizes: Sequence[int]) -> Transformer:
 
 
 # ---- Loss and schedule ----
+def shift_right(tgt: Tensor) -> Tensor:
+    """Return the decoder input: bos, then the target without its last token."""
+    return torch.cat([torch.full_like(tgt[:, :1], BOS), tgt[:, :-1]], dim=1)
+
+
 def batch_loss(model: Transformer, src: Tensor, tgt: Tensor, smoothing: float) -> Tensor:
     """Return the cross-entropy summed over the real tokens of tgt (B, T), which ends with eos.
 
     The decoder reads bos and then the target, one place later than it predicts it. Only states at
     real tokens meet the output matrix: elsewhere the loss would be thrown away.
     """
-    tgt_in = torch.cat([torch.full_like(tgt[:, :1], BOS), tgt[:, :-1]], dim=1)
-    states = model.decode(tgt_in, model.encode(src), src)
+    states = model.decode(shift_right(tgt), model.encode(src), src)
     real = tgt != PAD
     logits = model.output(states[real])  # (real tokens, vocabulary)
     return F.cross_entropy(logits.float(), tgt[real], label_smoothing=smoothing, reduction="sum")
