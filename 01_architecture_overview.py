@@ -61,7 +61,7 @@ def section_task() -> None:
 
     So a word's vector must take up information from other words, near or far. A recurrent
     network hands it on from word to word: n steps for n words, one after the other, and
-    something is lost at each. Attention looks at every word directly: one step at any
+    something may be lost at each. Attention looks at every word directly: one step at any
     distance, all words at once. Its price is that n words make n² pairs.
     """
     phrases = {
@@ -193,13 +193,13 @@ def section_names() -> None:
         ["Inputs", "ids: the numbers of the source tokens", "2"],
         ["Input Embedding", "a row of a table for each id", "2"],
         ["Positional Encoding", "added: a vector that tells the position", "2"],
-        ["Multi-Head Attention", "every token takes a mixture of others, h at once", "3"],
+        ["Multi-Head Attention", "each token takes h mixtures of all, one a head", "3"],
         ["Masked Multi-Head Att.", "the same, but nobody looks ahead", "3, 5"],
         ["Add & Norm", "what came in is added; then mean 0, variance 1", "4"],
         ["Feed Forward", "two matrices with max(0, x) between, per token", "4"],
         ["Nx", "N layers with weights of their own", "4, 5"],
         ["Outputs (shifted right)", "what has been written, after bos", "5"],
-        ["Output Embedding", "the table for the target language", "2"],
+        ["Output Embedding", "the same for the target, with the same table", "2"],
         ["Encoder, decoder", "the left and the right stack", "6"],
         ["Linear", "the scores of all words; shares the table", "6"],
         ["Softmax, probabilities", "exp of the scores, divided by their sum", "3, 6"],
@@ -244,7 +244,9 @@ def parameters_by_part(sizes: Sizes) -> dict[str, int]:
 def section_counting() -> None:
     """Parameters, to the last one
 
-    Parameters are the numbers that training sets. With d for d_model:
+    Parameters are the numbers that training sets. A bias is a vector that is added to a
+    product with a matrix; a gain multiplies, entry by entry. Query, key, value and heads
+    come in lesson 3. With d for d_model:
 
         attention       4 (d² + d)              query, key, value and output, with biases
         feed-forward    2 d d_ff + d_ff + d     two matrices with biases
@@ -315,7 +317,7 @@ def section_blueprints() -> None:
   base and big are the paper's, which does not say how it counted.
   What differs from it:
     GPT-2        decoder only: no cross-attention; a learned table of 1,024 positions;
-                 norms before the sub-layers, and a last one
+                 norms before attention and feed-forward, and a last one
     opus-mt      another vocabulary (this is opus-mt-en-ru)
     Llama        decoder only; no biases, norms without them; 8 heads of keys and values
                  for 32 of queries, which are rotated by position; a third matrix in the
@@ -401,10 +403,10 @@ def section_needs() -> None:
     forward pass.
 
     Memory. A number takes 4 bytes (fp32). In use a model needs its weights. In training
-    every parameter has three companions: its gradient, and two averages that the Adam
-    optimizer keeps: 16 bytes a parameter. On top come the activations: results of the
-    forward pass that the backward pass will need, counted here while PyTorch's model runs
-    on shapes alone.
+    every parameter has three companions: its gradient, and two averages kept by Adam, the
+    method that makes the corrections (lesson 7): 16 bytes a parameter in all. On top come
+    the activations: results of the forward pass that the backward pass will need, counted
+    here while PyTorch's model runs on shapes alone.
 
     Arithmetic is counted in FLOPs, additions and multiplications of numbers. Nearly all
     of it is matrix products, and a product (m, k) @ (k, n) takes 2 m k n. The backward
@@ -729,7 +731,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.")
+    print(f"{done}Next: --quiz; the exercise (in --help), with --check.")
     return 0
 
 

@@ -157,17 +157,17 @@ def section_scale() -> None:
     """Why the table starts small, and its rows are multiplied by sqrt(d_model)
 
     TokenEmbedding is our first module: a class derived from nn.Module, whose __init__
-    makes its parameters, the numbers to be learned, and whose forward says what it
+    makes its parameters, the numbers to be learnt, and whose forward says what it
     computes. The call embedding(ids) runs forward. Shapes are written (B, S, d_model): B
     sentences, S tokens each, d_model numbers a token.
 
     The table has two jobs. Its rows enter the model as vectors, and there their entries
     should have variance 1, the size that all later layers expect. At the other end the
     same rows are the output matrix (tied weights, as in the paper): the score of a word
-    is the dot product of a state of d_model entries of variance 1 with the row of the
-    word, a sum of d_model products. Scores stay near 1 only if the entries of the row
-    have variance 1/d_model. So the table starts with standard deviation 1/sqrt(d_model),
-    and on the way in it is multiplied by sqrt(d_model).
+    is the dot product of its row with a state, the vector that the last layer gives for a
+    place, of d_model entries of variance 1. A sum of d_model products has variance 1 only
+    if the entries of the row have variance 1/d_model. So the table starts with standard
+    deviation 1/sqrt(d_model), and on the way in it is multiplied by sqrt(d_model).
     """
     rows = []
     for d_model in (64, 256, 1024):
@@ -253,7 +253,7 @@ def section_clocks() -> None:
     rates are 10000^(-2i/d_model): i counts the pairs, and 2i is the column. Neighbours
     differ in the fast hands, positions far apart in the slow ones as well.
 
-    The table is a buffer: it belongs to the module, but is not learned. forward adds the
+    The table is a buffer: it belongs to the module, but is not learnt. forward adds the
     rows of the positions at hand, and then applies dropout, which lesson 4 explains.
     """
     d_model = 8
@@ -301,7 +301,7 @@ def section_distance() -> None:
 
     Before or after, the dot product cannot tell: the cosine is the same. But PE(p + k) is
     PE(p) with hand i turned by k times its rate, which is one matrix for every p. Attention
-    puts such matrices, which are learned, in front of its dot products.
+    puts such matrices, which are learnt, in front of its dot products.
     """
     starts, distances = (0, 17, 400), (0, 1, 2, 4, 8, 16, 64)
     products = similarity(starts, distances)
@@ -388,7 +388,7 @@ def quiz() -> str:
 ! Each id becomes a vector: (B, S) -> (B, S, d_model). The vocabulary's size does
 not show.
 
-? A batch of 8 sentences with 10 tokens each, vocabulary 1000: what is the shape of
+? A batch of 8 sentences with 10 tokens each, vocabulary 1,000: what is the shape of
    its one-hot vectors?
 = {tuple(F.one_hot(torch.zeros(8, 10, dtype=torch.long), 1000).shape)}
 ! Every id becomes as many numbers as the vocabulary has words, all but one of them
@@ -396,13 +396,13 @@ not show.
 
 ? How many parameters does TokenEmbedding(1000, 64) have?
 = {parameters}
-! One row of 64 numbers for each of 1000 words. The factor sqrt(d_model) is not
-learned.
+! One row of 64 numbers for each of 1,000 words. The factor sqrt(d_model) is not
+learnt.
 
 ? How many parameters does PositionalEncoding(512, 1024, 0.1) have?
 = {sum(p.numel() for p in PositionalEncoding(512, 1024, 0.1).parameters())}
 ! The sinusoids are computed once and kept in a buffer; nothing about them is
-learned.
+learnt.
 
 ? d_model 512: what is PE(p) . PE(p), the dot product of a position with itself?
 = {distance:.0f}
@@ -661,7 +661,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.")
+    print(f"{done}Next: --quiz; the exercise (in --help), with --check.")
     return 0
 
 

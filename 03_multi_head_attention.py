@@ -73,7 +73,8 @@ def section_soft_look_up() -> None:
     weights = np.exp(scores) / np.exp(scores).sum()
     output = weights @ values
     print(f"    query {q}")
-    columns = (keys, keys @ q, scores.round(3), np.exp(scores).round(3), weights.round(3), values)
+    three = ([f"{x:.3f}" for x in column] for column in (scores, np.exp(scores), weights))
+    columns = (keys, keys @ q, *three, values)
     table(["key", "q . k", "/ sqrt(2)", "exp", "weight", "value"], *zip(*columns, strict=True))
     print(f"    output = sum of weight * value = {output.round(2)}\n")
     q, keys, values = torch.tensor(q)[None], torch.tensor(keys), torch.tensor(values)
@@ -182,9 +183,9 @@ def section_scaling() -> None:
     check("q . k has variance d_k", off[0] < 0.25, f"at most {off[0]:.1%} off")
     check("divided by sqrt(d_k) it has variance 1", off[1] < 0.25, f"at most {off[1]:.1%} off")
     _, _, top, dead, _, scaled_top, _ = rows[-1]
-    chosen = f"at d_k 1024 the largest weight is {top:.2f}, scaled {scaled_top:.2f}"
+    chosen = f"at d_k 1,024 the largest weight is {top:.2f}, scaled {scaled_top:.2f}"
     check("without the division softmax chooses one key", top > 0.9 > 0.5 > scaled_top, chosen)
-    check("and the gradient dies for most queries", dead > 0.5, f"for {dead:.0%} at d_k 1024")
+    check("and the gradient dies for most queries", dead > 0.5, f"for {dead:.0%} at d_k 1,024")
     most = max(row[6] for row in rows)
     check("scaled, for none of them, at any width", most < 0.01, f"at most {most:.1%}")
 
@@ -238,7 +239,7 @@ def section_masks() -> None:
     mask, x = causal & padding, torch.randn(2, 1, 4, 8)
     output, weights = scaled_dot_product_attention(x, x, x, mask)
     print(f"    padding {tuple(padding.shape)}, causal {tuple(causal.shape)}, ", end="")
-    print(f"both {tuple(mask.shape)}\n\n    the weights of sentence 2:")
+    print(f"both {tuple(mask.shape)}\n\n    the weights of sentence 2, from 0 (light) to 1 (dark):")
     heat_map(weights[1, 0], *[["9", "4", "PAD", "PAD"]] * 2)
     print()
     triangle = np.tri(4, dtype=int)  # 1 where the column is not behind the row
@@ -323,7 +324,7 @@ def section_module() -> None:
     the output of the encoder.
     """
     ours, theirs = MultiHeadAttention(32, 4), nn.MultiheadAttention(32, 4, batch_first=True)
-    with torch.no_grad():
+    with torch.no_grad():  # nothing in here is recorded for backward()
         for parameter in ours.parameters():
             parameter.normal_(std=0.3)  # also the biases: fresh ones would hide errors
         theirs.in_proj_weight.copy_(torch.cat([m.weight for m in (ours.w_q, ours.w_k, ours.w_v)]))
@@ -407,8 +408,8 @@ result into pieces; their number appears nowhere.
 ! exp(0) = 1 and exp(ln 3) = 3. There are 4 parts, and the larger score gets 3 of
 them.
 
-? Entries of variance 1, d_k = 64, no division: what is the standard deviation of q
-   . k?
+? Entries of variance 1, d_k = 64, no division: what is the standard deviation of
+   q . k?
 = {math.isqrt(64)}
 ! 64 independent terms of variance 1 have a sum of variance 64. The standard
 deviation is its root, which is just what the division takes out.
@@ -667,7 +668,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.")
+    print(f"{done}Next: --quiz; the exercise (in --help), with --check.")
     return 0
 
 

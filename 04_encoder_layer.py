@@ -76,7 +76,7 @@ def section_feed_forward() -> None:
     linear2 narrows them to d_model again. Without the relu, two matrices in a row would
     be one matrix. nn.Linear keeps its matrix as (out, in) and computes x W^T + b.
 
-    With d_ff = 4 d_model, as in the paper (2048 for 512), these two matrices hold two
+    With d_ff = 4 d_model, as in the paper (2,048 for 512), these two matrices hold two
     thirds of the layer's parameters.
     """
     network, x = FeedForward(16, 64), torch.randn(2, 5, 16)
@@ -172,7 +172,7 @@ def section_layer_norm() -> None:
     What is added to again and again grows. LayerNorm takes the d_model numbers of one
     token, subtracts their mean and divides by their standard deviation; other tokens do
     not enter. Then each of the d_model places is multiplied by a gain and gets a bias
-    added. Both are learned; they start at 1 and 0, where they change nothing.
+    added. Both are learnt; they start at 1 and 0, where they change nothing.
 
     keepdim=True keeps the dimension of the mean, with size 1, so that broadcasting fits
     it to x. The variance is a sum divided by n, not by n - 1. And eps stands under the
@@ -180,6 +180,7 @@ def section_layer_norm() -> None:
     """
     ours, theirs = LayerNorm(8), nn.LayerNorm(8)
     x = torch.randn(3, 8) * torch.tensor([[0.1], [1], [20]]) + torch.tensor([[0.0], [9], [0]])
+    print("    three tokens, of size 0.1, 1 and 20, and 9 added to the second:\n")
     for name, y in (("x", x), ("LayerNorm(x)", ours(x).detach())):
         mean, std = y.mean(dim=1).abs(), y.std(dim=1, correction=0)
         print(f"    {name:12}  |mean| {mean.numpy().round(2)}  std {std.numpy().round(2)}")
@@ -434,9 +435,11 @@ def section_norm_placement() -> None:
     evidence = f"the first of 24 gets {pre24[1] / pre24[2]:.1f} times the last one's"
     check("and late layers get the smaller gradients", pre24[1] > 2 * pre24[2], evidence)
     kept = post24[1] / post2[1]
-    check("post-norm's reach the first layer, too", 0.1 < kept < 10, f"24 against 2: {kept:.2f}")
+    check(
+        "in post-norm the first layer gets them, too", 0.1 < kept < 10, f"24 against 2: {kept:.2f}"
+    )
     evidence = f"{post24[3]:.2%} tells them apart, in pre-norm {pre24[3]:.0%}"
-    check("but 24 layers make all tokens one", post24[3] < 0.01 < 0.2 < pre24[3], evidence)
+    check("but 24 layers make the tokens alike", post24[3] < 0.01 < 0.2 < pre24[3], evidence)
     evidence = f"{post24[4]:.3f}, in pre-norm {pre24[4]:.2f}"
     check("and hardly a gradient tells them apart", post24[4] < pre24[4] / 4, evidence)
     print("""
@@ -499,7 +502,10 @@ def section_without() -> None:
     rows = ([part, *(f"{number:.3f}" for number in numbers)] for part, numbers in found.items())
     table(["without", "others", "bends", "apart", "std"], *rows)
     print()
-    whole, effects = found["nothing"], ("no token knows of another", "nothing bends", "all are one")
+    whole, effects = (
+        found["nothing"],
+        ("no token knows of another", "nothing bends", "all are alike"),
+    )
     parts = ("attention", "feed-forward", "addition")
     for column, (part, effect) in enumerate(zip(parts, effects, strict=True)):
         small, usual = found[part][column], whole[column]
@@ -785,7 +791,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.")
+    print(f"{done}Next: --quiz; the exercise (in --help), with --check.")
     return 0
 
 

@@ -379,9 +379,9 @@ def section_causality() -> None:
     way from one place to another, and there the weight of a later place is exactly 0. So
     the layer is causal, and so is a stack of such layers. Two tests. Another vector at
     place 3, where "forty" is read, must leave the outputs before it alone. And the
-    gradient of output t by input s must be 0 where s is later than t, here of a random
-    mixture of the 32 numbers of output t. The shades show its length, outputs in rows
-    (the square root of the length, so that small ones show).
+    gradient of output t with respect to input s must be 0 where s is later than t, here
+    of a random mixture of the 32 numbers of output t. The shades show its length, outputs
+    in rows (the square root of the length, so that small ones show).
 
     Without the mask: what a place is to predict stands at the next place, to be read. A
     head that asks for the next place is always right, even on words drawn at random from
@@ -405,9 +405,13 @@ def section_causality() -> None:
     print()
     still, free = moves[0][:3].max().item(), moves[1][:3].min().item()
     check("outputs before the change stay", still < 1e-5, f"they move by {still:.1g}")
-    check("without the mask they do not", free > 1e-3, f"they move by {free:.1g} or more")
+    check(
+        "without the mask they do not",
+        free > 1e-3,
+        f"they move by at least {math.floor(free * 10) / 10}",
+    )
     zeros, others = int((sizes[np.triu_indices(5, 1)] == 0).sum()), int((sizes > 0).sum())
-    check("gradients by later inputs are 0", zeros == 10, f"{zeros} of 10, exactly")
+    check("gradients with respect to later inputs are 0", zeros == 10, f"{zeros} of 10, exactly")
     check("all others are not", others == 15, f"{others} of 15")
     words, places = torch.randint(3, 11, (200, 6)), torch.eye(8)
     values = F.one_hot(F.pad(words, (1, 0), value=BOS), 11).float()
@@ -479,7 +483,8 @@ def section_caches() -> None:
     In use there is a step for each word, and each step reads one word more. Only its last
     output is new: by causality earlier places do not see the new word, and in every layer
     their keys and values stay what they were. So do those of the memory. LayerCache keeps
-    both, and only the newest place goes in. It may look at all before it: no mask needed.
+    both, and only the newest place goes in. It may look at all before it, so that no
+    causal mask is needed. (A source with PAD still needs its padding mask.)
     """
     layer, x, memory = random_layer(), torch.randn(1, 5, 32), torch.randn(1, 3, 32)
     full, rows, met = full_pass(layer, x, memory, causal_mask(5)), [], []
@@ -817,7 +822,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.")
+    print(f"{done}Next: --quiz; the exercise (in --help), with --check.")
     return 0
 
 

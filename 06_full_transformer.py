@@ -372,7 +372,7 @@ def trace(model: Transformer, src: Tensor, tgt: Tensor) -> list[Step]:
         x = residual(layer.residual1, x, lambda y, f=itself: f(y, y, src_mask))
         x = residual(layer.residual2, x, inner)
     memory = note("memory", "batch position d_model", model.encoder_norm(x))
-    x = enter("target", tgt, model.tgt_embedding)
+    x = enter("decoder input", tgt, model.tgt_embedding)
     for i, layer in enumerate(model.decoder, 1):
         itself = functools.partial(attend, f"decoder {i} self-attention", layer.self_attention)
         cross = functools.partial(attend, f"decoder {i} cross-attention", layer.cross_attention)
@@ -514,19 +514,20 @@ def section_yardstick() -> None:
 def section_untrained() -> None:
     """The loss before training, predicted, and a parrot
 
-    The loss is -log of the probability given to the right word, on average. If the logits
-    of V words are random with mean 0 and variance s², it is about ln V + s²/2 at the
-    start. Our states have variance 1 in each of d entries, the rows of the output matrix
-    1/d, so s² = 1. It takes a minute to predict and finds many a mistake: a loss above it
-    at the first step means that something already speaks too loudly.
+    The loss is -log of the probability given to the right word, on average: the
+    cross-entropy. If the logits of V words are random with mean 0 and variance s², it is
+    about ln V + s²/2 at the start. Our states, the decoder's last vectors, have variance
+    1 in each of d entries, the rows of the output matrix 1/d, so s² = 1. It takes a
+    minute to predict and finds many a mistake: a loss above it at the first step means
+    that something already speaks too loudly.
 
     Here something does. The output matrix is the target embedding (tied). The residual
     stream still carries the embedding of the word just read, and its product with its own
     row is large: the untrained model repeats, like a parrot, what it has read. Every
     sub-layer adds something of its own and the norm shrinks the sum, so the embedding
-    fades with depth, and the faster, the larger the fresh weights are. The class above
-    starts with Xavier weights; those that nn.Linear starts with by itself are smaller.
-    Take the one word out of the sum, and the formula holds.
+    fades with depth, and the faster, the larger the fresh weights are. Our model starts
+    with Xavier weights, of variance 2 / (inputs + outputs); those that nn.Linear starts
+    with by itself are smaller. Take the one word out of the sum, and the formula holds.
     """
     vocabulary, d = 16_000, 256
     src, tgt = torch.randint(3, vocabulary, (2, 6, 20))
@@ -646,7 +647,7 @@ SENTENCES = {
     "the dog sleeps": "le chien dort",
     "the cat drinks milk": "le chat boit du lait",
     "the dog eats meat": "le chien mange de la viande",
-    "my sister sings": "ma soeur chante",
+    "my sister sings": "ma sœur chante",
     "my brother is tall": "mon frère est grand",
     "she reads a book": "elle lit un livre",
     "he writes a letter": "il écrit une lettre",
@@ -665,13 +666,13 @@ def section_overfit() -> None:
     """Overfit one batch: can it learn anything at all?
 
     Before a long training, a short test: 16 sentence pairs, 200 steps, no smoothing. A
-    model without mistakes learns them by heart, all 16. One that cannot do so has a mask,
-    a shift or a gradient wrong, and no amount of data will mend that.
+    model without mistakes learns them by heart, all 16. If one does not, look first for a
+    wrong mask, shift or gradient; no amount of data will mend that.
 
     By heart means that nothing was understood. A few words of a sentence tell it from the
     15 others, wherever the model looks, so it need not learn to look: the cross-attention
-    stays nearly flat. Flatness is the entropy of the weights, divided by the largest
-    possible.
+    stays nearly flat. Flatness is the entropy of a row of weights w, the sum of -w ln w,
+    divided by the largest possible: 1 if all are equal, 0 if one has it all.
     """
     sides = [[text.split() for text in side] for side in (SENTENCES, SENTENCES.values())]
     names = [["<pad>", "<bos>", "<eos>", *sorted({w for s in side for w in s})] for side in sides]
@@ -769,10 +770,11 @@ def section_numbers() -> None:
     """First real learning: reading numbers aloud
 
     The source is a number from 0 to 999, digit by digit; the target is its words. 900
-    numbers are for training, 100 are never shown. The 4 of 427 is "four hundred", the 4
-    of 742 is "forty", and the 1 of 413 has no word of its own: there are rules, and a
-    model that reads the 100 others right has found them. 0 to 19 are among the 900: each
-    of them alone is an exception, and "zero" occurs nowhere else.
+    numbers are for training, each once in an epoch, in batches; 100 are never shown. The
+    4 of 427 is "four hundred", the 4 of 742 is "forty", and the 1 of 413 has no word of
+    its own: there are rules, and a model that reads the 100 others right has found them.
+    0 to 19 are among the 900: each of them alone is an exception, and "zero" occurs
+    nowhere else.
 
     Label smoothing 0.1: the model is to give the right word not probability 1, but 0.9
     and its share of the 0.1 that is spread over all 32 words. Such a loss cannot reach 0.
@@ -903,7 +905,8 @@ def experiment(args: argparse.Namespace) -> int:
             rows.append([name, epochs, f"{loss:.3f}", exact(model, *unseen)])
     table(["tables start at size", "epochs", "loss", "unseen right, of 100"], *rows)
     print("\n  After × sqrt(d_model) the second kind has entries of size 8 in place of 1. What may")
-    print("  slow it down: a step of Adam moves both by as much, which is an 8th of the part.")
+    print("  slow it down: a step of Adam moves both by as much, so an entry of size 8 by an 8th")
+    print("  of the share.")
     return 0
 
 
@@ -1210,7 +1213,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.")
+    print(f"{done}Next: --quiz; the exercise (in --help), with --check.")
     return 0
 
 

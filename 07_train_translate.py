@@ -423,7 +423,9 @@ def section_batches() -> None:
     28 English sentences and their French translations. Each language has a vocabulary of
     its own words; ids 0, 1 and 2 are PAD, bos and eos as always. A batch is a tensor, and
     all rows of a tensor have one length: shorter sentences are filled up with PAD. The
-    target ends with eos. The decoder reads it shifted right by one, as lesson 5 showed.
+    target ends with eos. The decoder reads it shifted right by one, as in lesson 5, but
+    for one thing: here a short row may read its eos, which is simpler. What it predicts
+    there is PAD, and does not count.
     """
     pairs = dict(list(TOY.items())[3:6])
     src, tgt = toy_batch(pairs)
@@ -461,10 +463,10 @@ def section_step() -> None:
 
     Five things happen in a step. Forward: the model reads the batch and gives logits.
     Loss: the cross-entropy, minus the log of the probability given to each right word;
-    PAD does not count. Backward: the gradient of the loss by each parameter. Clipping: if
-    all the gradients together, as one vector, are longer than 1, they are shortened to 1,
-    so that no freak batch throws the model far. Update: the optimizer changes the
-    parameters.
+    PAD does not count. Backward: the gradient of the loss with respect to each parameter.
+    Clipping: if all the gradients together, as one vector, are longer than 1, they are
+    shortened to 1, so that no freak batch throws the model far. Update: the optimizer,
+    here Adam, moves each parameter a little against its gradient.
 
     The loss is a sum over tokens, divided by the number of tokens. A mean of means of
     batches would give the words of small batches more weight than the others.
@@ -514,12 +516,13 @@ def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:
 def section_rate() -> None:
     """The learning rate: warm-up, then a cosine
 
-    The first steps are dangerous. Adam divides each gradient by a running mean of its
-    size, and at first it has seen nothing to take a mean of; so the rate starts near 0
-    and rises. Later, large steps keep the model from settling; so the rate falls, along
-    half a cosine, and is 0 at the end. `learning_rate` computes it from the number of the
-    step alone, and does not change a rate it has set before: that way a resumed training
-    goes on where it stopped, and nothing compounds.
+    The learning rate says how far a step moves the parameters. Adam moves each one by a
+    running mean of its gradients, divided by their running size, times the rate. The
+    first steps are dangerous, since there is nothing yet to take a mean of; so the rate
+    starts near 0 and rises. Later, large steps keep the model from settling; so the rate
+    falls, along half a cosine, and is 0 at the end. (The paper's falls as 1/sqrt(step).)
+    `learning_rate` computes it from the number of the step alone, not from the rate
+    before: a resumed training goes on along the same curve.
     """
     steps = (1, 15, 30, 75, 165, 255, 300)
     rates = [learning_rate(step, 300, PEAK, WARMUP) for step in steps]
@@ -616,9 +619,10 @@ def section_loop() -> None:
     is one batch. 150 epochs make 300 steps. After each epoch the loss is taken on
     sentences that are never trained on as well. The model has 2 + 2 layers of width 64.
 
-    Watch the two columns part. The loss on the 28 goes down to what label smoothing
-    leaves, the loss on the others stays up: the model learns these sentences, and only a
-    little French.
+    Watch the two columns part. The loss on the 28 nears the floor that label smoothing
+    leaves (lesson 6), the loss on the others stays about twice as high: the model learns
+    these sentences, and only a little French. (At first the 28 look worse: their loss is
+    taken during the epoch, with dropout, that of the others after it.)
     """
     run = toy(torch.initial_seed())
     shown = [1, 5, 10, 20, 50, 100, EPOCHS]
@@ -716,7 +720,7 @@ def section_decoding() -> None:
 
     The decoder begins with bos, gives logits for the next word, the best one is appended,
     and so on until eos. Greedy means: never think twice. Lesson 8 also keeps several
-    beginnings at a time.
+    beginnings at a time, which is called beam search.
 
     Without caches the whole beginning goes through the decoder at every step; for an
     answer of n words that is 1 + 2 + ... + n rows. With the caches of lesson 5 each step
@@ -757,8 +761,9 @@ def section_unseen() -> None:
     """Sentences never shown: what the score means
 
     28 of 28 says that the model can learn by heart. Whether it can translate is asked
-    with sentences it was never shown. These are made of words it knows, in places where
-    it has seen them, so a person who had understood the 28 would get all of them right.
+    with sentences it was never shown. They are made of words it knows, and but for one
+    ("mouse" in the last) these stand where it has seen them, so a person who had
+    understood the 28 would get all of them right.
 
     A word is right if it stands at its place. What goes wrong has a pattern: an answer
     may be correct French for another sentence, one that was learnt by heart and looks
@@ -833,9 +838,9 @@ def section_subwords() -> None:
 
     A vocabulary of words has no id for a word it never saw: "petits" is unknown here,
     though "petit" is not. Letters have ids for everything, but make long sequences.
-    Byte-pair encoding lies between: begin with letters, join the most frequent pair of
-    neighbours, count again, and so on. Frequent words become one piece, rare ones stay
-    several, and no word is unknown as long as its letters are known.
+    Byte-pair encoding lies between: begin with letters, join (or merge) the most frequent
+    pair of neighbours, count again, and so on. Frequent words become one piece, rare ones
+    stay several, and no word is unknown as long as its letters are known.
 
     Here are the first 20 joins on the French side of the 28 sentences, all done by hand.
     The `tokenizers` library, which lesson 8 uses, must learn the same from the same text.
@@ -1214,7 +1219,7 @@ def teach(args: argparse.Namespace) -> int:
     if args.figures:
         save_figures(args.figures)
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
-    print(f"{done}Next: --quiz, and the exercise with --check.")
+    print(f"{done}Next: --quiz; the exercise (in --help), with --check.")
     return 0
 
 

@@ -8,11 +8,12 @@
 """Lesson 8: a translator you can use, trained on IWSLT'15 English-Vietnamese.
 
 The lessons before this one build the Transformer of "Attention Is All You Need" (Vaswani et al.,
-2017) and train it on toys. This one trains it on real text and makes a tool of it. It reads from
-top to bottom: configuration, data, subwords, batches, the model from embeddings to Transformer,
-loss and schedule, training, search, evaluation, prompt, command line.
+2017). Lesson 7 trained it on 28 sentences, of which it learnt more by heart than French, and cut
+words into pieces. This one trains it on real text and makes a tool of it. It reads from top to
+bottom: configuration, data, subwords, batches, the model from embeddings to Transformer, loss and
+schedule, training, search, evaluation, prompt, command line.
 
-    python 08_iwslt_vi_en.py --demo                       built-in pairs, a minute on a laptop
+    python 08_iwslt_vi_en.py --demo                       built-in pairs, a minute or two
     python 08_iwslt_vi_en.py --download                   fetch IWSLT'15 (133,317 pairs) into data/
     python 08_iwslt_vi_en.py --full                       train on it; --full --resume goes on
     python 08_iwslt_vi_en.py --full --direction vi-en     the other way; X-Y reads train.X, train.Y
@@ -265,7 +266,7 @@ FEELINGS = phrases("""happy = vui, sad = buồn, tired = mệt, busy = bận, hu
 ACTIONS = phrases("""drink coffee = uống cà phê, drink tea = uống trà, eat rice = ăn cơm,
     eat pho = ăn phở, read books = đọc sách, read the newspaper = đọc báo,
     watch television = xem ti vi, listen to music = nghe nhạc, play football = đá bóng,
-    learn english = học tiếng anh, learn vietnamese = học tiếng việt""")
+    learn to swim = học bơi, learn to drive = học lái xe""")
 PLACES = phrases("""market = chợ, supermarket = siêu thị, restaurant = nhà hàng, park = công viên,
     library = thư viện, hospital = bệnh viện, bank = ngân hàng, post office = bưu điện""")
 # A counted or pointed-at thing takes a classifier, the first word here: "quyển sách", a book.
@@ -308,7 +309,7 @@ PATTERNS = [
     ("how much is {0} {1}", "{1} {0} giá bao nhiêu", POINTERS, THINGS),
     ("where is the {0}", "{0} ở đâu", PLACES),
     ("is the {0} near here", "{0} có ở gần đây không", PLACES),
-    ("how do i get to the {0}", "làm sao để đến {0}", PLACES),
+    ("how do you get to the {0}", "làm sao để đến {0}", PLACES),
     ("where am/are/is {0}", "{0} đang ở đâu", ASKED),
     ("what am/are/is {0} doing", "{0} đang làm gì", ASKED),
 ]
@@ -410,7 +411,7 @@ def train_bpe(lines: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def text_to_ids(tokenizer: Tokenizer, lines: Sequence[str]) -> Rows:
-    """Return each line's subword ids, eos at the end."""
+    """Return each line's subword ids, eos at the end: also of a source, unlike in lessons 5 to 7."""
     return [np.array([*e.ids, EOS], dtype=np.int32) for e in tokenizer.encode_batch(list(lines))]
 
 
@@ -804,9 +805,10 @@ class Transformer(nn.Module):
 def build_model(config: Config, vocab_sizes: Sequence[int]) -> Transformer:
     """Build the untrained model of a configuration.
 
-    Pre-norm is the default here, unlike in 2017: the residual stream runs from the loss down to the
-    embeddings without passing a norm, gradients keep their size at any depth (lesson 4 measures
-    it), and training bears a high rate after a short warm-up. Post-norm needs a lower, later one.
+    Pre-norm is the default here, unlike in 2017: between the final norm and the embeddings the
+    residual stream passes no norm, what tells tokens apart survives in deep stacks (lesson 4
+    measures it), and training bears a high rate after a short warm-up. Post-norm needs a lower,
+    later one.
     """
     c = config
     sizes = (c.d_model, c.n_heads, c.d_ff, c.n_layers, c.dropout, c.norm_first, c.tie)
@@ -928,6 +930,7 @@ class Trainer:
             parameter.grad = torch.zeros_like(parameter)
         self.precision = choose_precision(config.precision, device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
+        # AdamW is Adam that also shrinks each weight by 0.01 * rate a step (weight decay).
         adam = dict(betas=(0.9, 0.98), eps=1e-9, fused=device.type != "mps")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **adam)
         self.step, self.total, self.best, self.metrics = 0, 0, math.inf, []
@@ -1026,7 +1029,10 @@ class Trainer:
         write_file(self.run / name, lambda file: torch.save(content, file))
 
     def validate(self, loss: float, speed: float) -> None:
-        """Measure the dev loss, keep the weights if they are the best; print it and two samples."""
+        """Measure the dev loss, keep the weights if they are the best; print it and two samples.
+
+        Perplexity is exp(loss): as if so many tokens were equally likely at each place.
+        """
         dev_loss, epoch = self.dev_loss(), self.step / self.steps_per_epoch
         row = dict(step=self.step, epoch=epoch, loss=loss, dev_loss=dev_loss)
         self.metrics.append({**row, "tokens_per_second": speed})
@@ -1195,9 +1201,10 @@ def length_penalty(length: Tensor | float, alpha: float) -> Tensor | float:
 def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0.6) -> Ids:
     """Translate source ids (B, S) into B lists of target ids, without bos and eos.
 
-    Each step keeps the `width` best continuations of a sentence; one that ends with eos leaves the
-    beam and the width shrinks by one. A sentence is done when its beam is empty, or when no
-    hypothesis in it could still win even if all its further tokens were certain. Beam 1 is greedy.
+    Each step keeps the `width` best hypotheses (beginnings of a translation) of a sentence; one
+    that ends with eos leaves the beam and the width shrinks by one. A sentence is done when its
+    beam is empty, or when no hypothesis in it could still win even if all its further tokens were
+    certain. Beam 1 is greedy.
     """
     model.eval()
     device, n = src.device, src.size(0)
@@ -1317,13 +1324,17 @@ def find_run(direction: str) -> Path:
             if config["direction"] == direction:
                 found.append((not config["demo"], path.stat().st_mtime, path.parent))
     if not found:
-        modes = f"--demo --direction {direction} (a minute) or --full --direction {direction}"
+        modes = f"--demo --direction {direction} (minutes) or --full --direction {direction}"
         raise UserError(f"Nothing is trained for {direction} yet: {modes} (hours) does it.")
     return max(found)[-1]
 
 
 def evaluate(translator: Translator, data: Path) -> None:
-    """Print BLEU and chrF on the test set, passed in as people's text is; write the hypotheses."""
+    """Print BLEU and chrF on the test set, passed in as people's text is; write the hypotheses.
+
+    Both compare with the reference, on a scale of 100: BLEU by the share of runs of 1 to 4 words
+    that the reference has too, less for short output; chrF by runs of 1 to 6 characters.
+    """
     from sacrebleu.metrics import BLEU, CHRF
 
     if translator.config.demo:
