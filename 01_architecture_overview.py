@@ -25,7 +25,6 @@ Source: Vaswani et al., "Attention Is All You Need" (2017), sections 1 to 3 and 
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import codecs
 import contextlib
@@ -585,6 +584,12 @@ def ask() -> int:
     return 0
 
 
+def refuse(sentence: str) -> NoReturn:
+    """Say what is wrong outside the program and end with status 2."""
+    print("error:", *sentence.split(), file=sys.stderr)  # an exception's words may have line ends
+    sys.exit(2)
+
+
 def outcome(function: Callable, arguments: tuple) -> list[Tensor]:
     """Return what a function makes of copies of the arguments, each result in float64."""
     results = function(*copy.deepcopy(arguments))
@@ -612,9 +617,14 @@ def difference(want: list[Tensor], have: list[Tensor]) -> str:
 def grade(file: Path) -> int:
     """Try the functions in a learner's file on the cases of the exercise; return the status."""
     if not file.is_file():
-        refuse(f"there is no file {file}.")
-    alarm = threading.Timer(20, _thread.interrupt_main)  # as if somebody pressed Ctrl-C
-    alarm.daemon = True
+        refuse(f"{file} is {'a folder' if file.exists() else 'not there'}: --check takes a file.")
+
+    def stop() -> None:  # from a second thread, since sleep() and input() hear no exception
+        why = f"{file} was stopped at {title}: 20 seconds are enough. Does every loop end?"
+        print(f"error: {why}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    alarm = threading.Timer(20, stop)
     alarm.start()
     title, right = "the file itself", 0
     try:
@@ -634,10 +644,8 @@ def grade(file: Path) -> int:
                             print(f"  It looks as if {mistake}.")
                             break
                     return 1
-                print(f"✓ {title}")
+                print(f"✓ {title}", flush=True)
                 right += 1
-    except KeyboardInterrupt:
-        refuse(f"{file} was stopped at {title}: 20 seconds are enough. Does every loop end?")
     except (Exception, SystemExit) as error:  # whatever a learner's file may do
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f", line {frame.lineno}," for frame in frames if frame.filename == str(file)]
@@ -651,12 +659,6 @@ def grade(file: Path) -> int:
 # ---- Classroom: command line, printing, checks ----
 PLAIN = dict(zip("✓✗×·²░▒▓█│─", ["ok", "NO", *"x.2.:+#|-"], strict=True))  # for other terminals
 proved: list[str] = []  # what the checks of this run have shown
-
-
-def refuse(sentence: str) -> NoReturn:
-    """Say what is wrong outside the program and end with status 2."""
-    print("error:", *sentence.split(), file=sys.stderr)  # an exception's words may have line ends
-    sys.exit(2)
 
 
 def check(statement: str, holds: bool, evidence: str) -> None:
@@ -697,31 +699,35 @@ def named(prefix: str) -> dict[str, Callable]:
     return {k.removeprefix(prefix): v for k, v in globals().items() if k.startswith(prefix)}
 
 
-def save_figures(folder: Path) -> None:
-    """Draw every figure of the lesson into a PNG of its name."""
+def save_figures(folder: Path, figures: dict[str, Callable]) -> None:
+    """Draw figures of the lesson, each into a PNG of its name."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         refuse("--figures needs matplotlib: pip install matplotlib.")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in named("draw_").items():
+    for name, draw in figures.items():
         figure, file = Figure(figsize=(7, 4), layout="constrained"), folder / f"{name}.png"
         torch.manual_seed(torch.initial_seed())
         draw(figure)
         figure.savefig(file.with_suffix(".tmp"), format="png", dpi=150)
-        file.with_suffix(".tmp").replace(file)
-        print(f"\nSaved {file}")
+        print(f"\nSaved {file.with_suffix('.tmp').replace(file)}")
 
 
 def teach(args: argparse.Namespace) -> int:
     """Carry out what the flags ask for; return the exit status."""
-    for name, (action, _) in FLAGS.items():
-        if getattr(args, name.strip("-").replace("-", "_")) is not None:
-            return action(args)
-    if args.quiz or args.check:
-        return ask() if args.quiz else grade(args.check)
+    modes = {"--quiz": [lambda _: ask()], "--check": [lambda _: grade(args.check)], **FLAGS}
+    modes["--section"] = [None]  # which is no action of its own
+    given = [n for n in modes if getattr(args, n.strip("-").replace("-", "_")) is not None]
+    actions = {modes[name][0] for name in given}
+    if len(actions) > 1:
+        refuse(f"{' and '.join(given)} do not go together: choose one.")
+    for action in actions - {None}:
+        return action(args)
     proved.clear()
     print("\n\n".join(__doc__.split("\n\n")[:2]))
+    if args.figures:
+        save_figures(args.figures, {})  # none yet: what is in the way is told before the lesson
     sections = list(named("section_").values())
     for number in args.section or range(1, len(sections) + 1):
         title, _, explanation = inspect.getdoc(sections[number - 1]).partition("\n\n")
@@ -729,7 +735,7 @@ def teach(args: argparse.Namespace) -> int:
         torch.manual_seed(args.seed % 2**32)
         sections[number - 1]()
     if args.figures:
-        save_figures(args.figures)
+        save_figures(args.figures, named("draw_"))
     done = f"\nAll {len(proved)} checks passed. " if proved else "\n"
     print(f"{done}Next: --quiz; the exercise (in --help), with --check.")
     return 0
@@ -740,13 +746,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     codecs.register_error("plain", lambda e: (PLAIN.get(e.object[e.start], "?"), e.start + 1))
     for stream in (s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)):
         stream.reconfigure(errors="plain")
+    if __doc__ is None:
+        refuse("python -OO drops the text of the lesson: run it without -OO.")
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     titles = [section.__doc__.splitlines()[0] for section in named("section_").values()]
     parser.epilog = "\n".join(["sections:", *(f"  {n}  {t}" for n, t in enumerate(titles, 1))])
     numbers = dict(type=int, action="append", choices=range(1, len(titles) + 1), metavar="N")
     parser.add_argument("--section", help="show only this section (repeatable)", **numbers)
-    parser.add_argument("--quiz", action="store_true", help="ask questions about the lesson")
+    parser.add_argument("--quiz", action="store_true", default=None, help="ask about the lesson")
     parser.add_argument("--check", type=Path, metavar="FILE", help="check the exercise in FILE")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="also save pictures in DIR")
     parser.add_argument("--seed", type=int, default=1, help="of the random numbers (default: 1)")
@@ -759,11 +767,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(end="", flush=True)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
-        refuse(str(error))
+    except OSError as error:  # a full disk; or whoever read the output has left
+        with contextlib.suppress(OSError):  # what waits to be written would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        what = f"{error.filename or 'output'} cannot be written: {error.strerror}."
+        return 141 if isinstance(error, BrokenPipeError) else refuse(what)
 
 
 if __name__ == "__main__":

@@ -271,6 +271,34 @@ def test_a_reader_who_leaves_early_is_no_error(arguments):
     assert done.stderr == b""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--section", "1"], ["--help"], ["--quiz"]], ids=str)
+def test_a_full_device_is_one_sentence(arguments):
+    """Python itself would end with 'Exception ignored' and status 120."""
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, ROOT / f"{LAST}.py", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **UTF8},
+        )
+    sentence = Result(ended.returncode, "", ended.stderr.decode("utf-8")).refused()
+    assert "output cannot be written: No space left on device" in sentence
+
+
+def test_without_its_docstrings_a_lesson_is_refused_with_one_sentence():
+    ended = python("-OO", ROOT / f"{LAST}.py")
+    assert "-OO" in Result(ended.returncode, "", ended.stderr.decode("utf-8")).refused()
+
+
+@pytest.mark.parametrize("columns", ["1", "20", "0", "many"])
+@pytest.mark.parametrize("arguments", [["--help"], ["--section", "1"], ["--quiz"]], ids=str)
+def test_a_terminal_of_any_width_is_no_error(one_lesson, monkeypatch, columns, arguments):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run(one_lesson, *arguments)[::2] == (0, "")
+
+
 def test_a_lesson_can_do_without_standard_output(one_lesson, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)  # what Python makes of one that was closed before
     assert one_lesson.main(["--section", "1"]) == 0
@@ -491,6 +519,18 @@ def test_a_wrong_flag_is_refused(lesson, arguments):
     result = run(lesson, *arguments)
     assert result.status == 2 and result.out == ""
     assert "Traceback" not in result.err and "error: " in result.err.splitlines()[-1]
+
+
+def test_two_modes_are_refused_with_one_sentence(lesson, tmp_path):
+    modes = {"--section": ["1"], "--quiz": [], "--check": [tmp_path / "none.py"]}
+    values = {"--microscope": ["0"], "--experiment": ["init"], "--infer": []}
+    modes |= {name: values.get(name, ["64"]) for name in lesson.FLAGS}
+    for first, second in itertools.combinations(modes, 2):
+        typed = [first, *modes[first], second, *modes[second]]
+        if first in lesson.FLAGS and lesson.FLAGS[first][0] is lesson.FLAGS.get(second, [0])[0]:
+            continue  # both set what one and the same mode computes with
+        sentence = run(lesson, *typed).refused()
+        assert first in sentence and second in sentence and "do not go together" in sentence
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64, -(2**70)])
@@ -1055,11 +1095,12 @@ def test_an_answer_that_cannot_be_run_is_refused_with_one_sentence(lesson, grade
 
 
 def test_a_file_that_is_not_there_is_refused_with_one_sentence(lesson, tmp_path):
-    assert "nowhere.py" in run(lesson, "--check", tmp_path / "nowhere.py").refused()
+    sentence = run(lesson, "--check", tmp_path / "nowhere.py").refused()
+    assert "nowhere.py is not there" in sentence
 
 
 def test_a_folder_in_place_of_a_file_is_refused_with_one_sentence(lesson, tmp_path):
-    assert str(tmp_path.name) in run(lesson, "--check", tmp_path).refused()
+    assert f"{tmp_path} is a folder" in run(lesson, "--check", tmp_path).refused()
 
 
 @pytest.mark.parametrize("content", [b"x = '\xe9'\n", b"x = 1\0\n", bytes(range(256))])
@@ -1069,17 +1110,43 @@ def test_a_file_that_is_no_text_is_refused_with_one_sentence(one_lesson, tmp_pat
     assert "binary.py" in run(one_lesson, "--check", file).refused()
 
 
-@pytest.mark.parametrize("place", ["", "def {name}(*inputs):\n    "])
-def test_an_answer_that_takes_too_long_is_stopped(one_lesson, tmp_path, monkeypatch, place):
-    timer = threading.Timer
-    monkeypatch.setattr(threading, "Timer", lambda delay, *rest: timer(delay / 50, *rest))
+# Runs a lesson whose 20 seconds for an answer are half a second.
+IMPATIENT = """
+import importlib, sys, threading
+timer = threading.Timer
+threading.Timer = lambda delay, *rest: timer(delay / 40, *rest)
+sys.path.insert(0, sys.argv[1])
+sys.exit(importlib.import_module(sys.argv[2]).main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "endless"),
+    [
+        ("", "while True: pass"),
+        ("def {name}(*inputs):\n    ", "while True: pass"),
+        ("def {name}(*inputs):\n    ", "time.sleep(60)"),
+        ("def {name}(*inputs):\n    ", "threading.Event().wait()"),
+        ("def {name}(*inputs):\n    ", "input()"),
+    ],
+)
+def test_an_answer_that_takes_too_long_is_stopped(one_lesson, tmp_path, place, endless):
     task = tasks(one_lesson)[0]
     file = tmp_path / "endless.py"
-    text = "import time\nend = time.monotonic() + 30\n" + place.format(name=task.name)
-    file.write_text(f"{text}while time.monotonic() < end: pass\n", encoding="utf-8")
-    sentence = run(one_lesson, "--check", file).refused()
+    text = "import threading, time\n" + place.format(name=task.name)
+    file.write_text(f"{text}{endless}\n", encoding="utf-8")
+    command = [sys.executable, "-c", IMPATIENT, ROOT, one_lesson.__name__, "--check", file]
+    pipe = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(list(map(str, command)), **pipe) as process:  # nobody types anything
+        status, error = process.wait(timeout=60), process.stderr.read().decode("utf-8")
+    sentence = Result(status, "", error).refused()
     assert "endless.py" in sentence and "loop" in sentence
     assert (task.first in sentence) == bool(place)
+
+
+def test_ctrl_c_while_an_answer_is_tried_is_not_told_as_a_timeout(graded):
+    result = graded("def {name}(*inputs):\n    raise KeyboardInterrupt")
+    assert (result.status, result.err) == (130, "")
 
 
 def test_no_alarm_is_left_after_grading(lesson, graded):
@@ -1135,15 +1202,16 @@ def test_there_is_a_figure_somewhere():
 def test_figures_are_refused_where_no_folder_can_be(lesson, tmp_path):
     (tmp_path / "file").write_text("here I was first", encoding="utf-8")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        sentence = run(lesson, "--section", 1, "--figures", place).refused()
-        assert str(tmp_path / "file") in sentence
+        result = run(lesson, "--section", 1, "--figures", place)
+        assert str(tmp_path / "file") in result.refused()
+        assert titles(lesson)[0] not in result.out, "told only after the lesson"
     assert (tmp_path / "file").read_text(encoding="utf-8") == "here I was first"
 
 
 def test_figures_without_matplotlib_are_refused_with_one_sentence(lesson, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = run(lesson, "--section", 1, "--figures", tmp_path / "new")
-    assert "matplotlib" in result.refused()
+    assert "matplotlib" in result.refused() and titles(lesson)[0] not in result.out
     assert not (tmp_path / "new").exists()
 
 
