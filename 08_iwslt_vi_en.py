@@ -231,6 +231,7 @@ def download(folder: Path) -> None:
             where = url if missing else path
             raise UserError(f"{where} is not the expected file (git blob id {wanted}): not used.")
         folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
         if missing:
             write_file(path, data)
         print(f"{path}: {len(data):,} bytes, verified")
@@ -251,6 +252,12 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
     finally:  # gone already where all went well
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what `write_file` left where the process was killed half-way."""
+    for path in folder.glob(".*.*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 # ---- The demo's data: everyday sentences made from a small table of phrases ----
@@ -366,6 +373,10 @@ class Moses:
 
         self.tokenizer, self.detokenizer = MosesTokenizer(language), MosesDetokenizer(language)
         self.short = {*self.tokenizer.NONBREAKING_PREFIXES, *VIETNAMESE_TITLES}
+        # The same answers as its own, which make these sets anew for each word before a stop.
+        letters, lower = frozenset(self.tokenizer.IsAlpha), frozenset(self.tokenizer.IsLower)
+        self.tokenizer.isanyalpha = lambda text: not letters.isdisjoint(text)
+        self.tokenizer.islower = lower.issuperset
 
     def to_corpus(self, text: str) -> str:
         return clean(self.tokenizer.tokenize(text.translate(STRAIGHT), return_str=True))
@@ -442,7 +453,7 @@ def encode_pairs(pairs: list[Pair], tokenizers: list[Tokenizer], name: str) -> t
     why = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"
     report = f"{name}: {len(pairs):,} pairs read, {len(kept):,} kept; dropped: {why}"
     if not kept:
-        raise UserError(f"No usable sentence pair. {report}.")
+        raise UserError(f"No usable sentence pair. {report}. Line n must translate line n.")
     return [list(side) for side in zip(*kept, strict=True)], report
 
 
@@ -498,7 +509,8 @@ def prepare(config: Config, data: Path, run: Path, resumed: str | None = None) -
         stored = dict(fingerprint=fingerprint, tokenizers=texts, sets=sets, report=report)
         write_file(cache, lambda file: torch.save(stored, file))
     if resumed is None:
-        for path in (run / BEST, run / STATE, run / METRICS, *run.glob("test.beam*")):
+        old = (STATE, BEST, METRICS, "curve.png")  # the state first: it is no use without the rest
+        for path in (*(run / name for name in old), *run.glob("test.beam*")):
             path.unlink(missing_ok=True)
     for language, text in zip(config.languages, stored["tokenizers"], strict=True):
         write_file(run / f"{language}_tokenizer.json", text.encode("utf-8"))
@@ -986,9 +998,11 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), CLIP))
         if not math.isfinite(loss if self.scaler.is_enabled() else loss + norm):
-            where = f"in step {self.step + 1}: loss {loss}, gradient norm {norm}"
+            first = self.prepared.train[0][group[0][0]]
+            batch = f"batch {ids_to_text(self.prepared.tokenizers[0], first)[:50]!r}..."
+            where = f"in step {self.step + 1}, {batch}: loss {loss}, gradient norm {norm}"
             advice = "--restart with a lower --lr or a longer --warmup, or --precision fp32"
-            raise UserError(f"Training diverged {where}. Try {advice}.")
+            raise UserError(f"Training diverged {where}. The checkpoint is kept. Try {advice}.")
         self.step += 1
         rate = learning_rate(self.step, self.total, self.config.lr, self.config.warmup)
         self.optimizer.param_groups[0]["lr"] = rate
@@ -1082,6 +1096,8 @@ class Trainer:
         with bar, contextlib.ExitStack() as afterwards:
             for number in (signal.SIGINT, signal.SIGTERM):
                 afterwards.callback(signal.signal, number, signal.signal(number, self.note_signal))
+            if RANK == 0 and self.step == 0:
+                self.save_state()  # from now on --resume goes on, whenever this is killed
             while self.step < self.total:
                 epoch, index = divmod(self.step, self.steps_per_epoch)
                 if index == 0 or not plan:
@@ -1133,8 +1149,10 @@ class Trainer:
 
 
 # ---- The folder of a run ----
-def lock_folder(run: Path) -> sqlite3.Connection:
-    """Keep other processes from writing this folder until this one ends, however it ends."""
+@contextlib.contextmanager
+def lock_folder(run: Path) -> Iterator[None]:
+    """Keep others from writing this folder until this process ends; leave no new, empty one."""
+    new = not run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
         lock = sqlite3.connect(run / "lock", timeout=0, isolation_level=None)
@@ -1142,7 +1160,15 @@ def lock_folder(run: Path) -> sqlite3.Connection:
     except (OSError, sqlite3.Error) as error:
         why = f"Another process trains in {run}, or it cannot be written ({error})"
         raise UserError(f"{why}: wait, or take another --run.") from error
-    return lock
+    try:
+        remove_leftovers(run)
+        yield
+    finally:
+        lock.close()
+        with contextlib.suppress(OSError):
+            if new and [path.name for path in run.iterdir()] == ["lock"]:
+                (run / "lock").unlink()
+                run.rmdir()
 
 
 def load_file(path: Path) -> dict[str, Any] | None:
@@ -1301,6 +1327,9 @@ class Translator:
         for number, line in enumerate(lines):
             for sentence in self.src_border.sentences(clean(line)):
                 (ids,) = text_to_ids(self.tokenizers[0], [self.src_border.to_corpus(sentence)])
+                if len(ids) - 1 > longest:
+                    what = f"{sentence[:30]!r}...: {len(ids) - 1:,} subwords without an end"
+                    print(f"({what}; cut into pieces of {longest})", file=sys.stderr)
                 for start in range(0, len(ids) - 1, longest):
                     pieces.append(np.append(ids[:-1][start : start + longest], EOS))
                     owners.append(number)
@@ -1450,7 +1479,7 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     device, chief = find_device(args.device), RANK == 0
     choose_precision(fresh.precision, device)  # refused here, before anything is replaced
     say = tqdm.write if chief else lambda text: None
-    with contextlib.closing(lock_folder(run)) if chief else contextlib.nullcontext():
+    with lock_folder(run) if chief else contextlib.nullcontext():
         shared = [None, None, None]
         if chief:
             state = None if args.restart else open_run(run, named, args.resume)
@@ -1496,6 +1525,26 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     return 0
 
 
+def carry_out(args: argparse.Namespace) -> int:
+    """Do what the command line asks for; return the exit status."""
+    given = {k: v for k, v in vars(args).items() if k in Config.__dataclass_fields__}
+    if not 1 <= args.beam <= 1000:
+        raise UserError("--beam must be between 1 and 1,000.")
+    if args.mode in ("demo", "full"):
+        return train(args, given)
+    if args.mode == "download":
+        download(args.data)
+        return 0
+    run = args.run or find_run(given.get("direction", "en-vi"))
+    translator = Translator(run, find_device(args.device), args.beam)
+    direction = translator.config.direction
+    if given.get("direction", direction) != direction:
+        raise UserError(f"{run} translates {direction}, not {given['direction']}.")
+    print(f"Model: {run} ({direction})", file=sys.stderr)
+    infer(translator) if args.mode == "infer" else evaluate(translator, args.data)
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     for name in ("stdin", "stdout", "stderr"):
@@ -1504,40 +1553,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")
-    args = build_parser().parse_args(arguments)
-    given = {k: v for k, v in vars(args).items() if k in Config.__dataclass_fields__}
     try:
-        if not 1 <= args.beam <= 1000:
-            raise UserError("--beam must be between 1 and 1,000.")
-        if args.mode in ("demo", "full"):
-            return train(args, given)
-        if args.mode == "download":
-            download(args.data)
-            return 0
-        run = args.run or find_run(given.get("direction", "en-vi"))
-        translator = Translator(run, find_device(args.device), args.beam)
-        direction = translator.config.direction
-        if given.get("direction", direction) != direction:
-            raise UserError(f"{run} translates {direction}, not {given['direction']}.")
-        print(f"Model: {run} ({direction})", file=sys.stderr)
-        infer(translator) if args.mode == "infer" else evaluate(translator, args.data)
-        return 0
+        try:
+            return carry_out(build_parser().parse_args(arguments))
+        finally:
+            print(end="", flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:  # on a CPU running out of memory is known by its words only
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # torch on a CPU tells it by its words only
+        known = (torch.OutOfMemoryError, MemoryError)
+        if not isinstance(error, known) and "allocate memory" not in str(error):
             raise
-        print("error: out of memory: lower --batch-tokens, --beam or sizes.", file=sys.stderr)
+        advice = "--batch-tokens to train, --beam to translate, or --d-model and --n-layers"
+        print(f"error: out of memory: lower {advice}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except OSError as error:  # a disk that is full, a name that is too long
-        print(f"error: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # what waits to be written would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # whoever read our output has left
+            return 141
+        print(
+            f"error: {error.filename or 'output'} cannot be used: {error.strerror}.",
+            file=sys.stderr,
+        )
         return 2
     finally:
         if dist.is_initialized():

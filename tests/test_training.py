@@ -252,7 +252,8 @@ def test_full_disk_ends_the_run_with_a_sentence_and_keeps_the_last_checkpoint(
         if disk["full"]:
             raise OSError(28, "No space left on device")
         original(descriptor)
-        disk["full"] = (tmp_path / "run" / lesson8.METRICS).exists()
+        metrics = tmp_path / "run" / lesson8.METRICS
+        disk["full"] = metrics.exists() and metrics.stat().st_size > 0
 
     monkeypatch.setattr(os, "fsync", fsync)
     result = full()
@@ -389,9 +390,9 @@ def test_interrupted_and_resumed_run_ends_bit_identical(
         assert b"Traceback" not in ended.stderr
         assert 0 < load(run / lesson8.STATE)["progress"][0] < total
 
-    # Killed before anything was saved (or half-way through the first time) there is no state.
-    result = full("--resume" if (run / lesson8.STATE).exists() else "--restart")
+    result = full("--resume")
     assert result.status == 0, result.err
+    assert not list(run.glob(".*")), "something half-written was left"
     state, expected = (load(folder / lesson8.STATE) for folder in (run, finished))
     assert identical(state["model"], expected["model"])
     assert identical(state["optimizer"], expected["optimizer"])
@@ -532,13 +533,14 @@ def test_folder_is_locked_while_training_and_free_afterwards(lesson8, full, at_s
     run, seen = tmp_path / "run", []
 
     def try_lock():
-        with pytest.raises(lesson8.UserError, match="Another process"):
-            lesson8.lock_folder(run)
+        with pytest.raises(lesson8.UserError, match="Another process"), lesson8.lock_folder(run):
+            pass
         seen.append(True)
 
     at_step(3, try_lock)
     assert full().status == 0 and seen
-    lesson8.lock_folder(run).close()
+    with lesson8.lock_folder(run):
+        pass
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
@@ -547,9 +549,9 @@ def test_second_process_is_refused_until_the_first_is_gone_even_killed(lesson8, 
         "import importlib, pathlib, sys, time\n"
         "sys.path.insert(0, sys.argv[1])\n"
         "lesson8 = importlib.import_module('08_iwslt_vi_en')\n"
-        "lock = lesson8.lock_folder(pathlib.Path(sys.argv[2]))\n"
-        "print('locked', flush=True)\n"
-        "time.sleep(600)\n"
+        "with lesson8.lock_folder(pathlib.Path(sys.argv[2])):\n"
+        "    print('locked', flush=True)\n"
+        "    time.sleep(600)\n"
     )
     where = (str(Path(lesson8.__file__).parent), str(copy))
     holder = subprocess.Popen([sys.executable, "-c", code, *where], stdout=subprocess.PIPE)
