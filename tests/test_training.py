@@ -1,5 +1,6 @@
 """Lesson 8, training: checkpoints, exact resume, the folder of a run, several processes."""
 
+import contextlib
 import itertools
 import math
 import os
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -333,55 +335,84 @@ def test_accumulated_gradient_equals_that_of_the_joint_batch(lesson8, corpus, tm
 # Interruptions
 # ------------------------------------------------------------------------------------------------
 
-# Sends itself a signal at the n-th of these moments: before and after the gradient of a step is
-# clipped, a file reaches the disk, a file takes the place of the old one.
+# Sends itself a signal at the n-th moment of a kind, "step": before or after a gradient is clipped;
+# "save": a file is half-written, about to reach the disk or to take the place of the old one, or
+# just has; "validation": among the batches of the dev set, before or after the samples.
 INTERRUPTED = """
-import importlib.util, os, sys, torch
-script, number, moment, *arguments = sys.argv[1:]
-moments = 0
+import importlib.util, io, os, sys, torch
+script, number, wanted, moment, *arguments = sys.argv[1:]
+moments = {"step": 0, "save": 0, "validation": 0}
 
-def watched(function):
+def tick(kind):
+    moments[kind] += 1
+    if kind == wanted and moments[kind] == int(moment):
+        os.kill(os.getpid(), int(number))
+
+def watched(function, kind, when=lambda: True):
     def watching(*arguments, **more):
-        tick()
+        if when():
+            tick(kind)
         result = function(*arguments, **more)
-        tick()
+        if when():
+            tick(kind)
         return result
     return watching
 
-def tick():
-    global moments
-    moments += 1
-    if moments == int(moment):
-        os.kill(os.getpid(), int(number))
+class Slow(io.FileIO):
+    def write(self, data):
+        data = memoryview(data)
+        super().write(data[: len(data) // 2])
+        tick("save")
+        return len(data) // 2 + super().write(data[len(data) // 2 :])
 
-torch.nn.utils.clip_grad_norm_ = watched(torch.nn.utils.clip_grad_norm_)
-os.fsync, os.replace = watched(os.fsync), watched(os.replace)
+torch.nn.utils.clip_grad_norm_ = watched(torch.nn.utils.clip_grad_norm_, "step")
+os.fsync, os.replace = watched(os.fsync, "save"), watched(os.replace, "save")
 spec = importlib.util.spec_from_file_location("lesson8", script)
 sys.modules["lesson8"] = lesson8 = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(lesson8)
+lesson8.open = Slow
+lesson8.translate_ids = watched(lesson8.translate_ids, "validation")
+validating = lambda: not torch.is_grad_enabled()
+lesson8.Trainer.loss = watched(lesson8.Trainer.loss, "validation", validating)
 torch.set_num_threads(1)
-sys.exit(lesson8.main(arguments))
+status = lesson8.main(arguments)
+print(*moments.values(), file=sys.stderr)
+sys.exit(status)
 """
+
+
+@pytest.fixture(scope="session")
+def moments(lesson8, corpus, tmp_path_factory):
+    """How many moments of each kind an uninterrupted run has."""
+    run = tmp_path_factory.mktemp("moments") / "run"
+    code = ["-c", INTERRUPTED, lesson8.__file__, 0, "none", 0]
+    ended = python(*code, "--full", "--data", corpus, "--run", run, *HARD)
+    counts = map(int, ended.stderr.split()[-3:])
+    return dict(zip(("step", "save", "validation"), counts, strict=True))
+
+
+RANDOM = random.Random(1)
+KILLS = [(kind, RANDOM.random()) for _ in range(8) for kind in ("step", "save", "validation")]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are sent to a process only on POSIX")
 @pytest.mark.parametrize(
-    ("name", "where"),
+    ("name", "kind", "where"),
     [
-        ("SIGTERM", 0.6),
-        ("SIGINT", 0.4),
-        *(("SIGKILL", random.Random(i).random()) for i in (1, 2, 5)),
+        ("SIGTERM", "step", 0.6),
+        ("SIGINT", "step", 0.4),
+        *(("SIGKILL", *kill) for kill in KILLS[:3]),
+        *(pytest.param("SIGKILL", *kill, marks=pytest.mark.slow) for kill in KILLS[3:]),
     ],
 )
 def test_interrupted_and_resumed_run_ends_bit_identical(
-    lesson8, full, corpus, finished, tmp_path, name, where
+    lesson8, full, corpus, finished, moments, tmp_path, name, kind, where
 ):
     run, number = tmp_path / "run", getattr(signal, name)
     total = load(finished / lesson8.STATE)["progress"][1]
-    # Each step has two moments, so this is before the end; saving adds more.
-    moment = 2 + int(where * (2 * total - 3))
+    moment = 1 + int(where * moments[kind])
     arguments = ["--full", "--data", corpus, "--run", run, *HARD]
-    ended = python("-c", INTERRUPTED, lesson8.__file__, int(number), moment, *arguments)
+    ended = python("-c", INTERRUPTED, lesson8.__file__, int(number), kind, moment, *arguments)
     if name == "SIGKILL":
         assert ended.returncode == -number
     else:
@@ -393,12 +424,48 @@ def test_interrupted_and_resumed_run_ends_bit_identical(
     result = full("--resume")
     assert result.status == 0, result.err
     assert not list(run.glob(".*")), "something half-written was left"
-    state, expected = (load(folder / lesson8.STATE) for folder in (run, finished))
+    assert_ended_alike(lesson8, run, finished)
+
+
+def assert_ended_alike(lesson8, run, expected_run):
+    """Weights, optimizer and what is told about them are the same to the last bit."""
+    state, expected = (load(folder / lesson8.STATE) for folder in (run, expected_run))
     assert identical(state["model"], expected["model"])
     assert identical(state["optimizer"], expected["optimizer"])
     assert state["progress"][:3] == expected["progress"][:3]
-    best, expected = (load(folder / lesson8.BEST) for folder in (run, finished))
+    best, expected = (load(folder / lesson8.BEST) for folder in (run, expected_run))
     assert identical(best, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_run_killed_again_and_again_by_the_clock_ends_bit_identical(
+    lesson8, full, corpus, tmp_path
+):
+    """Nothing is chosen here but the time: one run, killed twenty times, resumed each time."""
+    run, chance, kills = tmp_path / "run", random.Random(3), 0
+    start = time.monotonic()
+    assert full("--epochs", 12, run=tmp_path / "whole").status == 0
+    longest = (time.monotonic() - start) / 8
+    command = [sys.executable, lesson8.__file__, "--full", "--resume", "--data", corpus]
+    command += ["--run", run, *HARD, "--epochs", 12]
+    for _ in range(20):
+        process = subprocess.Popen(
+            list(map(str, command)),
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        )
+        while (line := process.stdout.readline()) and b"After step" not in line:
+            pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=chance.uniform(0, longest))
+        kills += process.poll() is None
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert kills >= 15
+    assert full("--resume", "--epochs", 12).status == 0
+    assert_ended_alike(lesson8, run, tmp_path / "whole")
 
 
 def test_resume_tells_where_it_goes_on_and_measures_each_step_once(
@@ -683,12 +750,12 @@ def test_signal_to_one_process_stops_all_after_the_same_step(lesson8, full, corp
     processes = []
     for rank in (0, 1):
         moment = 9 if rank == 1 else 0  # only the second gets the signal
-        code = ["-c", INTERRUPTED, lesson8.__file__, int(signal.SIGTERM), moment, *arguments]
+        code = ["-c", INTERRUPTED, lesson8.__file__, int(signal.SIGTERM), "step", moment]
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         processes.append(
             subprocess.Popen(
-                [sys.executable, *map(str, code)],
+                [sys.executable, *map(str, [*code, *arguments])],
                 env={**os.environ, **place},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
