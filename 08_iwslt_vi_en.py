@@ -43,6 +43,7 @@ import tarfile
 import time
 import unicodedata
 import urllib.request
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -176,7 +177,7 @@ def read_part(folder: Path, part: str, languages: Sequence[str]) -> dict[str, by
             return {name: (folder / name).read_bytes() for name in names}
     try:  # decompress all of it first: only that verifies the checksum
         content = io.BytesIO(gzip.decompress(archive.read_bytes()))
-        with tarfile.open(fileobj=content) as tar:
+        with tarfile.open(fileobj=content, mode="r:") as tar:
             files = {Path(m.name).name: tar.extractfile(m).read() for m in tar if m.isfile()}
     except (FileNotFoundError, NotADirectoryError):
         return {}
@@ -1175,7 +1176,9 @@ def load_file(path: Path) -> dict[str, Any] | None:
     """Return what this program saved, None if nothing; code in a file is never run."""
     if not path.exists():
         return None
-    with contextlib.suppress(Exception):  # what torch raises depends on how the file is broken
+    # What torch raises, or warns of, depends on how the file is broken.
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         stored = torch.load(path, map_location="cpu", weights_only=True)
         if stored["format"] == FORMAT:
             return stored
@@ -1559,14 +1562,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             print(end="", flush=True)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", *str(error).splitlines(), file=sys.stderr)
         return 2
-    except (RuntimeError, MemoryError) as error:  # torch on a CPU tells it by its words only
-        known = (torch.OutOfMemoryError, MemoryError)
-        if not isinstance(error, known) and "allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:  # torch tells by its words only, on a CPU
+        if not (isinstance(error, MemoryError) or re.search("(of|allocate) memory", str(error))):
             raise
-        advice = "--batch-tokens to train, --beam to translate, or --d-model and --n-layers"
-        print(f"error: out of memory: lower {advice}.", file=sys.stderr)
+        advice = "lower --batch-tokens, --beam, --d-model or --n-layers"
+        print(f"error: out of memory: {advice}.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import os
+import random
 import re
 import select
 import shutil
@@ -17,7 +18,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, contents, load, one_thread, python, run_main, write_corpus, write_part
+from helpers import (
+    TINY,
+    Result,
+    contents,
+    load,
+    one_thread,
+    python,
+    run_main,
+    write_corpus,
+    write_part,
+)
 
 CPU = ("--device", "cpu", "--beam", "1")
 
@@ -104,53 +115,6 @@ def test_two_modes_are_refused(command):
     result = command("--demo", "--full")
     assert result.status == 2
     assert "not allowed with" in result.err
-
-
-REFUSED = [
-    (["--full", "--direction", "en_vi"], "--direction"),
-    (["--full", "--direction", "en-en"], "--direction"),
-    (["--full", "--direction", "en-vi-de"], "--direction"),
-    (["--full", "--direction", "en"], "--direction"),
-    (["--full", "--direction", "xx-yy"], "train.xx and train.yy"),
-    (["--demo", "--direction", "en-de"], "vi-en"),
-    (["--full", "--n-heads", "3"], "--n-heads"),
-    (["--full", "--n-heads", "-2"], "--n-heads"),
-    (["--full", "--d-model", "15", "--n-heads", "3"], "even"),
-    (["--full", "--d-model", "0"], "--d-model"),
-    (["--full", "--dropout", "1.5"], "--dropout"),
-    (["--full", "--dropout", "nan"], "--dropout"),
-    (["--demo", "--lr", "-1"], "--lr"),
-    (["--full", "--lr", "nan"], "--lr"),
-    (["--full", "--minutes", "-3"], "--minutes"),
-    (["--full", "--minutes", "inf"], "--minutes"),
-    (["--full", "--epochs", "0"], "--epochs"),
-    (["--full", "--batch-tokens", "0"], "--batch-tokens"),
-    (["--full", "--accumulate", "0"], "--accumulate"),
-    (["--full", "--vocab-size", "3"], "--vocab-size"),
-    (["--full", "--warmup", "0"], "--warmup"),
-    (["--full", "--seed", "-1"], "--seed"),
-    (["--full", "--seed", str(2**70)], "--seed"),
-    (["--full", "--beam", "0"], "--beam"),
-    (["--infer", "--beam", "-4"], "--beam"),
-    (["--full", "--precision", "fp16"], "fp16"),
-    (["--full", "--device", "cuda:99"], "--device cuda:99"),
-    (["--infer", "--device", "cuda:99"], "--device cuda:99"),
-    (["--full", "--device", "toaster"], "--device toaster"),
-    (["--full", "--data", "nowhere"], "train.en and train.vi"),
-    (["--evaluate", "--data", "nowhere"], "tst2013.en and tst2013.vi"),
-]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "fragment"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED]
-)
-def test_wrong_arguments_are_refused_with_one_sentence(
-    command, corpus, trained, tmp_path, arguments, fragment
-):
-    training = arguments[0] in ("--full", "--demo")
-    run = tmp_path / "run" if training else trained / "en-vi"
-    common = ["--data", corpus, "--run", run, *(TINY if training else CPU)]
-    assert fragment in command(arguments[0], *common, *arguments[1:]).refused()
 
 
 @pytest.mark.parametrize(
@@ -430,6 +394,104 @@ def test_filter_ends_quietly_when_its_reader_has_left(lesson8, trained):
     assert "Traceback" not in error and "Exception ignored" not in error
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["--infer"], ["--evaluate"]], ids=str)
+def test_a_full_device_is_one_sentence(lesson8, corpus, trained, arguments):
+    """Python itself would end with 'Exception ignored' and status 120."""
+    if arguments != ["--help"]:
+        arguments = [*arguments, "--run", trained / "en-vi", "--data", corpus, *CPU]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, lesson8.__file__, *map(str, arguments)],
+            input=b"I saw the river.\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},
+        )
+    sentence = Result(ended.returncode, "", ended.stderr.decode("utf-8")).refused()
+    assert sentence == "error: output cannot be used: No space left on device."
+
+
+@pytest.mark.parametrize(
+    "line", ["river " * 16_667, "x" * 100_000, "a.b. " * 20_000, "A. b? " * 2000, "\"'" * 2000]
+)
+def test_a_line_cut_into_pieces_is_told_on_stderr_and_any_line_is_quick_at_the_border(
+    lesson8, capsys, monkeypatch, trained, line
+):
+    told = []
+
+    def translate_ids(model, pieces, *rest):
+        told.extend(len(piece) for piece in pieces)
+        return [[] for _ in pieces]
+
+    monkeypatch.setattr(lesson8, "translate_ids", translate_ids)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"Hi.\n{line}\n".encode())))
+    start = time.monotonic()
+    result = run_main(lesson8, capsys, "--infer", "--run", trained / "en-vi", *CPU)
+    assert time.monotonic() - start < 10  # for the third sacremoses alone took 27
+    assert (result.status, result.out) == (0, "\n\n")
+    assert max(told) <= lesson8.MAX_POSITIONS - lesson8.EXTRA_OUTPUT
+    warnings = result.err.splitlines()[1:]
+    if max(told) < lesson8.MAX_POSITIONS - lesson8.EXTRA_OUTPUT:
+        assert warnings == []
+    else:
+        (warning,) = warnings
+        assert f"pieces of {max(told) - 1}" in warning and repr(line[:30]) in warning
+
+
+@pytest.mark.parametrize("text", ["a.b. U.S. p.m. Ü.x ế.b", "no. 5", "1. a", ". . .", "Ω.ω. a"])
+def test_the_quicker_test_for_letters_changes_no_token(lesson8, text):
+    from sacremoses import MosesTokenizer
+
+    for language in ("en", "vi"):
+        moses, original = lesson8.Moses(language), MosesTokenizer(language)
+        for word in text.split():
+            assert moses.tokenizer.isanyalpha(word) == original.isanyalpha(word)
+            assert moses.tokenizer.islower(word) == original.islower(word)
+        assert moses.tokenizer.tokenize(text) == original.tokenize(text)
+
+
+def random_lines(count):
+    """Lines of any Unicode characters but a newline; some long, some of one script, some empty."""
+    chance = random.Random(11)
+    scripts = [(0x20, 0x7F), (0x00, 0x20), (0xC0, 0x250), (0x300, 0x370), (0x590, 0x700)]
+    scripts += [(0x1E00, 0x1F00), (0x2000, 0x2070), (0xD800, 0xE000), (0x1F300, 0x1FA00)]
+    for _ in range(count):
+        low, high = chance.choice([*scripts, (0, 0x110000)])
+        length = chance.choice([0, 1, 5, 20, 20, 40])
+        codes = (chance.randrange(low, high) for _ in range(length))
+        yield "".join(map(chr, codes)).replace("\n", " ").encode("utf-8", "surrogatepass") + b"\n"
+
+
+@pytest.mark.parametrize("count", [256, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_lines_give_as_many_lines_and_memory_stays_flat(lesson8, trained, tmp_path, count):
+    lines = list(random_lines(count))
+    command = [sys.executable, lesson8.__file__, "--infer", "--run", trained / "en-vi", *CPU]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    peaks, out = [], 0
+    with (
+        open(tmp_path / "err", "wb") as err,
+        subprocess.Popen(list(map(str, command)), stderr=err, **pipes) as process,
+    ):
+        status = Path(f"/proc/{process.pid}/status")
+        for start in range(0, count, 64):  # as many lines as it takes at once
+            helping = lines[start : start + 64]
+            process.stdin.write(b"".join(helping))
+            process.stdin.flush()
+            for _ in range(len(helping) if len(helping) == 64 else 0):
+                out += process.stdout.readline().endswith(b"\n")
+            if status.exists():
+                peaks.append(int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]))
+        process.stdin.close()
+        out += sum(line.endswith(b"\n") for line in process.stdout)
+        assert process.wait(timeout=60) == 0, (tmp_path / "err").read_text("utf-8")
+    assert out == count
+    assert b"Traceback" not in (tmp_path / "err").read_bytes()
+    if len(peaks) >= 100:  # in kB: what a tenth of the lines needed is enough for all
+        assert peaks[-1] < peaks[len(peaks) // 10] + 30_000
+
+
 # ------------------------------------------------------------------------------------------------
 # Which run, and the prompt
 # ------------------------------------------------------------------------------------------------
@@ -479,7 +541,13 @@ def test_newest_full_run_of_the_direction_is_taken_else_the_demo(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
-def test_prompt_shows_the_languages_and_ends_with_ctrl_d(lesson8, trained):
+@pytest.mark.parametrize(("end", "status"), [(b"\x04", 0), (b"\n", 0), (b"\x03", 130)], ids=repr)
+def test_prompt_shows_the_languages_and_ends_with_ctrl_d_an_empty_line_or_ctrl_c(
+    lesson8, trained, end, status
+):
+    import fcntl
+    import termios
+
     run = trained / "en-vi"
     master, slave = os.openpty()
     process = subprocess.Popen(
@@ -488,6 +556,7 @@ def test_prompt_shows_the_languages_and_ends_with_ctrl_d(lesson8, trained):
         stdout=slave,
         stderr=slave,
         env={**os.environ, "TERM": "dumb", "LC_ALL": "C"},
+        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(slave, termios.TIOCSCTTY, 0)),  # for Ctrl-C
     )
     os.close(slave)
     seen = b""
@@ -507,8 +576,8 @@ def test_prompt_shows_the_languages_and_ends_with_ctrl_d(lesson8, trained):
         read_until(b"EN> ")
         os.write(master, b"I saw the river.\n")
         read_until(b"EN> ", 2)
-        os.write(master, b"\x04")
-        assert process.wait(timeout=200) == 0
+        os.write(master, end)
+        assert process.wait(timeout=200) == status
     finally:
         process.kill()
         process.wait()
