@@ -232,7 +232,7 @@ def download(folder: Path) -> None:
             where = url if missing else path
             raise UserError(f"{where} is not the expected file (git blob id {wanted}): not used.")
         folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
+        remove_leftovers(folder, archive)
         if missing:
             write_file(path, data)
         print(f"{path}: {len(data):,} bytes, verified")
@@ -255,9 +255,9 @@ def write_file(path: Path, content: bytes | Callable[[BinaryIO], object]) -> Non
             temporary.unlink()
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path, name: str = "*") -> None:
     """Remove what `write_file` left where the process was killed half-way."""
-    for path in folder.glob(".*.*.tmp"):
+    for path in folder.glob(f".{name}.[0-9]*.tmp"):
         path.unlink(missing_ok=True)
 
 
@@ -1000,7 +1000,7 @@ class Trainer:
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), CLIP))
         if not math.isfinite(loss if self.scaler.is_enabled() else loss + norm):
             first = self.prepared.train[0][group[0][0]]
-            batch = f"batch {ids_to_text(self.prepared.tokenizers[0], first)[:50]!r}..."
+            batch = f"a batch with {ids_to_text(self.prepared.tokenizers[0], first)[:50]!r}"
             where = f"in step {self.step + 1}, {batch}: loss {loss}, gradient norm {norm}"
             advice = "--restart with a lower --lr or a longer --warmup, or --precision fp32"
             raise UserError(f"Training diverged {where}. The checkpoint is kept. Try {advice}.")
@@ -1176,9 +1176,8 @@ def load_file(path: Path) -> dict[str, Any] | None:
     """Return what this program saved, None if nothing; code in a file is never run."""
     if not path.exists():
         return None
-    # What torch raises, or warns of, depends on how the file is broken.
     with contextlib.suppress(Exception), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # torch raises or warns as the file happens to be broken
         stored = torch.load(path, map_location="cpu", weights_only=True)
         if stored["format"] == FORMAT:
             return stored
@@ -1485,10 +1484,12 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     with lock_folder(run) if chief else contextlib.nullcontext():
         shared = [None, None, None]
         if chief:
-            state = None if args.restart else open_run(run, named, args.resume)
             with refusing_misfits(run / STATE):
-                config = Config(**state["config"]) if state else fresh
-            shared = [config, state, prepare(config, args.data, run, state and state["data"])]
+                state = None if args.restart else open_run(run, named, args.resume)
+                config, text = (
+                    (Config(**state["config"]), state["data"]) if state else (fresh, None)
+                )
+            shared = [config, state, prepare(config, args.data, run, text)]
         if WORLD > 1:  # the others wait here until everything is prepared
             dist.broadcast_object_list(shared)
         config, state, prepared = shared
@@ -1578,10 +1579,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # whoever read our output has left
             return 141
-        print(
-            f"error: {error.filename or 'output'} cannot be used: {error.strerror}.",
-            file=sys.stderr,
-        )
+        what = error.filename or "output"
+        print(f"error: {what} cannot be used: {error.strerror}.", file=sys.stderr)
         return 2
     finally:
         if dist.is_initialized():

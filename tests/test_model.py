@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 PAD, BOS, EOS = 0, 1, 2
@@ -54,6 +56,20 @@ def test_padding_mask_is_true_at_real_tokens(lesson8):
     mask = lesson8.padding_mask(torch.tensor([[7, 1, 2, 0], [2, 0, 0, 0]]))
     assert mask.dtype == torch.bool and mask.shape == (2, 1, 1, 4)
     assert mask[:, 0, 0].tolist() == [[True, True, True, False], [True, False, False, False]]
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=4), st.integers(1, 4))
+def test_masks_allow_real_tokens_of_the_past_whatever_the_ids(lesson8, rows, padding):
+    """Entry by entry, and each real position may attend to itself, so that no row is empty."""
+    length = max(map(len, rows)) + padding
+    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    mask = lesson8.causal_mask(length) & lesson8.padding_mask(ids)
+    assert mask.shape == (len(rows), 1, length, length)
+    for row, real in zip(mask[:, 0], rows, strict=True):
+        expected = [[k <= q and k < len(real) for k in range(length)] for q in range(length)]
+        assert row.tolist() == expected
+        assert row.diagonal().tolist() == [k < len(real) for k in range(length)]
 
 
 def test_causal_mask_allows_a_position_itself_and_the_past(lesson8):

@@ -740,6 +740,18 @@ def test_two_processes_compute_what_one_does_with_two_batches(lesson8, full, cor
 
 
 @needs_gloo
+@pytest.mark.slow
+def test_two_processes_end_bit_identical_each_time(lesson8, corpus, tmp_path):
+    """On one machine with one seed, as one process does."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--"]
+    for name in ("first", "second"):
+        where = ["--data", corpus, "--run", tmp_path / name]
+        ended = python(*launcher, lesson8.__file__, "--full", *where, *HARD)
+        assert ended.returncode == 0, ended.stderr.decode()
+    assert_ended_alike(lesson8, tmp_path / "first", tmp_path / "second")
+
+
+@needs_gloo
 @pytest.mark.skipif(os.name == "nt", reason="signals are sent to a process only on POSIX")
 def test_signal_to_one_process_stops_all_after_the_same_step(lesson8, full, corpus, tmp_path):
     run = tmp_path / "run"
