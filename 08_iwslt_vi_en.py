@@ -1330,8 +1330,8 @@ class Translator:
             for sentence in self.src_border.sentences(clean(line)):
                 (ids,) = text_to_ids(self.tokenizers[0], [self.src_border.to_corpus(sentence)])
                 if len(ids) - 1 > longest:
-                    what = f"{sentence[:30]!r}...: {len(ids) - 1:,} subwords without an end"
-                    print(f"({what}; cut into pieces of {longest})", file=sys.stderr)
+                    what = f"a sentence of {len(ids) - 1:,} subwords, cut into pieces of {longest}"
+                    print(f"({what}: {sentence[:30]!r}...)", file=sys.stderr)
                 for start in range(0, len(ids) - 1, longest):
                     pieces.append(np.append(ids[:-1][start : start + longest], EOS))
                     owners.append(number)
