@@ -478,7 +478,7 @@ def test_memory_that_the_system_refuses_is_out_of_memory(command, corpus, tmp_pa
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux limits the address space")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * resource.getpagesize()
     where = ["--data", corpus, "--run", tmp_path / "run", *TINY]
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**32, hard))
     try:  # a matrix of 19 GB

@@ -400,7 +400,7 @@ def test_a_full_device_is_one_sentence(lesson8, corpus, trained, arguments):
     """Python itself would end with 'Exception ignored' and status 120."""
     if arguments != ["--help"]:
         arguments = [*arguments, "--run", trained / "en-vi", "--data", corpus, *CPU]
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "wb") as full:
         ended = subprocess.run(
             [sys.executable, lesson8.__file__, *map(str, arguments)],
             input=b"I saw the river.\n",
@@ -482,7 +482,7 @@ def test_random_lines_give_as_many_lines_and_memory_stays_flat(lesson8, trained,
             for _ in range(len(helping) if len(helping) == 64 else 0):
                 out += process.stdout.readline().endswith(b"\n")
             if status.exists():
-                peaks.append(int(re.search(r"VmHWM:\s+(\d+)", status.read_text())[1]))
+                peaks.append(int(re.search(r"VmHWM:\s+(\d+)", status.read_text("utf-8"))[1]))
         process.stdin.close()
         out += sum(line.endswith(b"\n") for line in process.stdout)
         assert process.wait(timeout=60) == 0, (tmp_path / "err").read_text("utf-8")

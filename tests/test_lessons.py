@@ -275,7 +275,7 @@ def test_a_reader_who_leaves_early_is_no_error(arguments):
 @pytest.mark.parametrize("arguments", [["--section", "1"], ["--help"], ["--quiz"]], ids=str)
 def test_a_full_device_is_one_sentence(arguments):
     """Python itself would end with 'Exception ignored' and status 120."""
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "wb") as full:
         ended = subprocess.run(
             [sys.executable, ROOT / f"{LAST}.py", *arguments],
             stdin=subprocess.DEVNULL,
