@@ -468,6 +468,18 @@ def test_run_killed_again_and_again_by_the_clock_ends_bit_identical(
     assert_ended_alike(lesson8, run, tmp_path / "whole")
 
 
+def test_run_that_ended_in_its_first_step_is_resumed(lesson8, full, at_step, finished, tmp_path):
+    """There is a state from the first moment on, though no checkpoint yet."""
+    at_step(1, lambda: torch.tensor(math.nan))
+    assert full().status == 2
+    assert load(tmp_path / "run" / lesson8.STATE)["progress"][0] == 0
+    assert not (tmp_path / "run" / lesson8.BEST).exists()
+    assert "--resume goes on with it" in full().refused()
+    result = full("--resume")
+    assert result.status == 0 and "Nothing to resume" not in result.out
+    assert_ended_alike(lesson8, tmp_path / "run", finished)
+
+
 def test_resume_tells_where_it_goes_on_and_measures_each_step_once(
     lesson8, full, unfinished, finished
 ):
