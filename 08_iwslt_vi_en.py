@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import gzip
 import hashlib
 import io
@@ -423,7 +424,7 @@ def train_bpe(lines: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def text_to_ids(tokenizer: Tokenizer, lines: Sequence[str]) -> Rows:
-    """Return each line's subword ids, eos at the end: also of a source, unlike in lessons 5 to 7."""
+    """Return each line's subword ids, then eos: also of a source, unlike in lessons 5 to 7."""
     return [np.array([*e.ids, EOS], dtype=np.int32) for e in tokenizer.encode_batch(list(lines))]
 
 
@@ -886,6 +887,9 @@ def cpu_has_bf16() -> bool:
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "amx_tile"))
 
 
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # types of 16 bits, half of fp32
+
+
 def choose_precision(wanted: str, device: torch.device) -> str:
     """Return fp32, bf16 or fp16; "auto" is the fastest that the device computes by itself."""
     if (wanted, device.type) in (("fp16", "cpu"), ("fp16", "mps"), ("bf16", "mps")):
@@ -962,7 +966,7 @@ class Trainer:
         if self.device.type == "cuda":  # from pinned memory the copy runs beside the computation
             ids = [side.pin_memory() for side in ids]
         src, tgt = (side.to(self.device, non_blocking=True) for side in ids)
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.precision)
+        half = HALF.get(self.precision)
         with torch.autocast(self.device.type, half, enabled=half is not None):
             return batch_loss(self.model, src, tgt, smoothing)
 
@@ -1225,6 +1229,55 @@ def length_penalty(length: Tensor | float, alpha: float) -> Tensor | float:
     return ((5 + length) / 6) ** alpha
 
 
+class StepDecoder:
+    """`Transformer.decode` for search: a call takes the newest token of every hypothesis.
+
+    It computes the same from the same weights, arranged for few rows and many calls: q, k and v in
+    one product, one memory for all hypotheses of a sentence, and keys and values of the past as
+    whole vectors (2, T, rows, d_model), quickly put into another order.
+    """
+
+    def __init__(self, model: Transformer, src: Tensor, beam: int) -> None:
+        self.model, self.beam, self.src_mask = model, beam, padding_mask(src)
+        caches = model.new_caches(model.encode(src))
+        self.memory = [[part.contiguous() for part in cache.memory] for cache in caches]
+        self.past = [torch.empty(0)] * len(caches)
+        three = [(a.w_q, a.w_k, a.w_v) for a in (layer.self_attention for layer in model.decoder)]
+        self.weights = [torch.cat([linear.weight for linear in linears]) for linears in three]
+        self.biases = [torch.cat([linear.bias for linear in linears]) for linears in three]
+
+    def __call__(self, ids: Tensor, length: int) -> Tensor:
+        """Map ids (rows), which stand at position `length` - 1, to states (rows, d_model)."""
+        model = self.model
+        x = model.position(model.tgt_embedding(ids[:, None]), length - 1)[:, 0]
+        for i, layer in enumerate(model.decoder):
+            x = layer.residual1(x, functools.partial(self.self_attend, i, layer.self_attention))
+            x = layer.residual2(x, functools.partial(self.cross_attend, i, layer.cross_attention))
+            x = layer.residual3(x, layer.feed_forward)
+        return model.decoder_norm(x)
+
+    def self_attend(self, i: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
+        q, *newest = F.linear(y, self.weights[i], self.biases[i]).chunk(3, dim=-1)
+        parts = [self.past[i], torch.stack(newest)[:, None]]
+        self.past[i] = torch.cat(parts, dim=1) if len(parts[0]) else parts[1]
+        heads = (attention.n_heads, attention.d_k)
+        keys, values = self.past[i].unflatten(-1, heads)  # each (T, rows, heads, d_k)
+        # One query a row: sums of products of vectors are faster than products of matrices.
+        scores = (keys * (q / math.sqrt(attention.d_k)).unflatten(-1, heads)).sum(-1, keepdim=True)
+        return attention.w_o((scores.softmax(dim=0) * values).sum(dim=0).flatten(1))
+
+    def cross_attend(self, i: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
+        side_by_side = y.view(-1, self.beam, y.size(-1))  # the hypotheses of a sentence
+        return attention.attend(side_by_side, *self.memory[i], self.src_mask)[0].view_as(y)
+
+    def keep(self, rows: Tensor, sentences: Tensor | None) -> None:
+        """Go on with these hypotheses, in this order, of these sentences (None: of all)."""
+        self.past = [part.index_select(2, rows) for part in self.past]
+        if sentences is not None:
+            self.src_mask = self.src_mask[sentences]
+            self.memory = [[part[sentences] for part in pair] for pair in self.memory]
+
+
 @torch.inference_mode()
 def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0.6) -> Ids:
     """Translate source ids (B, S) into B lists of target ids, without bos and eos.
@@ -1243,14 +1296,11 @@ def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0
     scores = torch.full((n, beam), -math.inf, device=device)  # summed log-probabilities
     scores[:, 0] = 0.0  # at first the hypotheses of a sentence are all alike: one of them counts
     history = torch.full((n * beam, 1), BOS, device=device)
-    caches, rows = model.new_caches(model.encode(src)), open_now.repeat_interleave(beam)
-    for cache in caches:
-        cache.memory = tuple(part[rows] for part in cache.memory)
-    src = src[rows]
+    decoder = StepDecoder(model, src, beam)
 
     for length in itertools.count(1):
-        states = model.decode(history[:, -1:], None, src, caches)
-        log_p = model.output(states[:, -1]).float().log_softmax(-1)
+        states = decoder(history[:, -1], length)
+        log_p = model.output(states).log_softmax(-1, dtype=torch.float32)
         log_p[:, [PAD, BOS]] = -math.inf  # never an answer
         total = (scores.view(-1, 1) + log_p).view(len(scores), -1)  # (open, beam * vocabulary)
         top, index = total.topk(beam)
@@ -1274,11 +1324,8 @@ def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0
             return best
         rows = origin[kept].flatten()
         history = torch.cat([history[rows], token[kept].view(-1, 1)], dim=1)
-        for cache in caches:
-            cache.target = tuple(part[rows] for part in cache.target)
-            if len(kept) < len(scores):  # else every hypothesis still reads the same memory
-                cache.memory = tuple(part[rows] for part in cache.memory)
-        src, open_now, limit = src[rows], open_now[kept], limit[kept]
+        decoder.keep(rows, kept if len(kept) < len(scores) else None)
+        open_now, limit = open_now[kept], limit[kept]
         width, best_score, scores = width[kept], best_score[kept], scores[kept]
 
 
@@ -1300,9 +1347,14 @@ def translate_ids(model: Transformer, sources: Rows, beam: int, progress: bool =
 
 # ---- Using a trained run: translate, evaluate, prompt ----
 class Translator:
-    """Ordinary text in, ordinary text out, with the best checkpoint of a run."""
+    """Ordinary text in, ordinary text out, with the best checkpoint of a run.
 
-    def __init__(self, run: Path, device: torch.device, beam: int = 4) -> None:
+    Weights and arithmetic are in `precision`; a run that was trained in fp32 stays in fp32.
+    """
+
+    def __init__(
+        self, run: Path, device: torch.device, beam: int = 4, precision: str = "auto"
+    ) -> None:
         checkpoint = load_file(run / BEST)
         if checkpoint is None:
             raise UserError(f"No trained model in {run}: --demo or --full trains one.")
@@ -1319,7 +1371,10 @@ class Translator:
             if tokenizer is None or text_hash(tokenizer.to_str()) != wanted:
                 raise UserError(f"{path} is not the tokenizer that {BEST} was trained with.")
             self.tokenizers.append(tokenizer)
-        self.model.to(device).eval()
+        if precision == "auto" and self.config.precision == "fp32":
+            precision = "fp32"
+        self.precision = choose_precision(precision, device)
+        self.model.to(device, HALF.get(self.precision)).eval()
         self.src_border, self.tgt_border = map(Moses, self.config.languages)
 
     def to_corpus(self, lines: Sequence[str], progress: bool = False) -> list[str]:
@@ -1540,11 +1595,12 @@ def carry_out(args: argparse.Namespace) -> int:
         download(args.data)
         return 0
     run = args.run or find_run(given.get("direction", "en-vi"))
-    translator = Translator(run, find_device(args.device), args.beam)
+    precision = given.get("precision", "auto")
+    translator = Translator(run, find_device(args.device), args.beam, precision)
     direction = translator.config.direction
     if given.get("direction", direction) != direction:
         raise UserError(f"{run} translates {direction}, not {given['direction']}.")
-    print(f"Model: {run} ({direction})", file=sys.stderr)
+    print(f"Model: {run} ({direction}, {translator.precision})", file=sys.stderr)
     infer(translator) if args.mode == "infer" else evaluate(translator, args.data)
     return 0
 

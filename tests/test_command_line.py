@@ -7,6 +7,7 @@ import os
 import random
 import re
 import select
+import signal
 import shutil
 import subprocess
 import sys
@@ -548,6 +549,11 @@ def test_prompt_shows_the_languages_and_ends_with_ctrl_d_an_empty_line_or_ctrl_c
     import fcntl
     import termios
 
+    def own_terminal():  # one whose Ctrl-C reaches the process, even if ours ignores it
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     run = trained / "en-vi"
     master, slave = os.openpty()
     process = subprocess.Popen(
@@ -556,7 +562,7 @@ def test_prompt_shows_the_languages_and_ends_with_ctrl_d_an_empty_line_or_ctrl_c
         stdout=slave,
         stderr=slave,
         env={**os.environ, "TERM": "dumb", "LC_ALL": "C"},
-        preexec_fn=lambda: (os.setsid(), fcntl.ioctl(slave, termios.TIOCSCTTY, 0)),  # for Ctrl-C
+        preexec_fn=own_terminal,
     )
     os.close(slave)
     seen = b""

@@ -103,7 +103,7 @@ def test_a_picture_looks_like_the_one_that_the_lesson_draws(tmp_path):
 
 def test_the_counts_in_the_text_are_those_of_the_code(lesson8):
     lesson7 = importlib.import_module("07_train_translate")
-    train, held_out = lesson8.demo_pairs()
+    _, held_out = lesson8.demo_pairs()
     assert f"of {len(held_out)} held-out pairs" in README
     assert f"{len(lesson7.TOY)} English-French sentences" in README
     assert f"all {len(lesson7.TOY)} exactly" in README

@@ -1,5 +1,6 @@
 """Greedy and beam search: against plain loops, enumeration and hand-computed cases."""
 
+import copy
 import functools
 import itertools
 import math
@@ -15,36 +16,51 @@ NEVER = -1e9  # a logit
 
 
 class Scripted(nn.Module):
-    """A stand-in for Transformer whose logits are any function of (source, tokens so far).
+    """A stand-in for Transformer whose logits are any function of (source, tokens so far)."""
 
-    Its cache keeps the source and the tokens themselves, so a mistake in reordering shows.
-    """
-
-    def __init__(self, lesson8, logits):
+    def __init__(self, logits):
         super().__init__()
-        self.new_cache, self.logits = lesson8.LayerCache, logits
+        self.logits = logits
         self.anchor = nn.Parameter(torch.zeros(1))  # tells where the model is
         self.batches = []  # sizes of the batches searched
 
-    def encode(self, src):
-        self.batches.append(len(src))
-        return src
-
-    def new_caches(self, memory):
-        return [self.new_cache((memory[:, None, :, None],) * 2)]
-
-    def decode(self, tgt, memory, src, caches):
-        history = caches[0].extend((tgt[:, None, :, None],) * 2)[0][:, 0, :, 0].tolist()
-        remembered = caches[0].memory[0][:, 0, :, 0]
-        assert torch.equal(remembered, src)
-        rows = []
-        for source, past in zip(remembered.tolist(), history, strict=True):
-            assert past[0] == BOS
-            rows.append(self.logits(tuple(i for i in source if i != PAD), tuple(past[1:])))
-        return torch.tensor(rows)[:, None]
-
     def output(self, states):
         return states
+
+
+class ScriptedDecoder:
+    """The StepDecoder of a Scripted model.
+
+    It remembers sources by sentence and tokens by row, so a mistake in reordering shows.
+    """
+
+    def __init__(self, model, src, beam):
+        model.batches.append(len(src))
+        self.logits, self.beam, self.sources = model.logits, beam, src.tolist()
+        self.past = [()] * (len(src) * beam)
+
+    def __call__(self, ids, length):
+        self.past = [(*past, token) for past, token in zip(self.past, ids.tolist(), strict=True)]
+        assert {(len(past), past[0]) for past in self.past} == {(length, BOS)}
+        sources = [tuple(i for i in source if i != PAD) for source in self.sources]
+        rows = ((sources[i // self.beam], past[1:]) for i, past in enumerate(self.past))
+        return torch.tensor([self.logits(*row) for row in rows])
+
+    def keep(self, rows, sentences):
+        self.past = [self.past[row] for row in rows]
+        if sentences is not None:
+            self.sources = [self.sources[i] for i in sentences]
+
+
+@pytest.fixture(autouse=True)
+def scripted_decoders(lesson8, monkeypatch):
+    """Let Scripted models be searched; real ones have the real StepDecoder."""
+    real = lesson8.StepDecoder
+
+    def chosen(model, *arguments):
+        return (ScriptedDecoder if isinstance(model, Scripted) else real)(model, *arguments)
+
+    monkeypatch.setattr(lesson8, "StepDecoder", chosen)
 
 
 def random_logits(size, seed=0, scale=1.5):
@@ -162,6 +178,39 @@ def test_cached_logits_equal_those_of_the_full_pass(lesson8, norm_first):
         torch.testing.assert_close(logits, full[part], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-9), (torch.float32, 1e-4), (torch.bfloat16, 0.15)],
+    ids=["fp64", "fp32", "bf16"],
+)
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
+def test_the_fast_decoder_of_the_search_equals_the_plain_one(lesson8, norm_first, dtype, tolerance):
+    """Three hypotheses a sentence, put into another order and thinned out at each step."""
+    torch.manual_seed(7)
+    model = lesson8.Transformer(20, 12, 32, 4, 64, 3, 0.0, norm_first, tie="none").eval()
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, mean=float(name.endswith("norm.weight")), std=0.2)
+    beam, rng = 3, torch.Generator().manual_seed(1)
+    src = lesson8.pad_rows(sentences(6))
+    decoder = lesson8.StepDecoder(copy.deepcopy(model).to(dtype), src, beam)
+    history = torch.full((len(src) * beam, 1), BOS)
+    for length in range(1, 9):
+        with torch.inference_mode():
+            fast = decoder(history[:, -1], length)
+            rows = src.repeat_interleave(beam, dim=0)
+            plain = model.double().decode(history, model.encode(rows), rows)[:, -1]
+        assert fast.dtype == dtype
+        torch.testing.assert_close(fast.double(), plain, rtol=0, atol=tolerance)
+        kept = torch.arange(len(src))
+        if length % 3 == 0:  # a sentence is done
+            kept = kept[kept != len(src) // 2]
+        parents = torch.randint(beam, (len(kept), beam), generator=rng)
+        origin = (kept[:, None] * beam + parents).flatten()
+        decoder.keep(origin, kept if len(kept) < len(src) else None)
+        newest = torch.randint(3, 12, (len(origin), 1), generator=rng)
+        history, src = torch.cat([history[origin], newest], dim=1), src[kept]
+
+
 def test_logits_differ_only_by_rounding_whatever_the_batch(lesson8, tiny_model):
     sources = sentences(8)
     tgt = torch.tensor([[BOS, 7, 9, 4, 30]])
@@ -202,7 +251,7 @@ def test_greedy_stops_at_eos(lesson8):
 
     for beam in (1, 3):
         src = torch.tensor([[4, EOS]])
-        assert lesson8.beam_search(Scripted(lesson8, logits), src, beam) == [[5, 6, 7]]
+        assert lesson8.beam_search(Scripted(logits), src, beam) == [[5, 6, 7]]
 
 
 # Beam search
@@ -217,7 +266,7 @@ def test_beam_search_equals_a_plain_one_sentence_search(lesson8, monkeypatch, be
     log_p = log_probabilities(logits)
     expected = [plain_beam(log_p, tuple(s), len(s) + 3, beam, alpha) for s in sources]
     src = lesson8.pad_rows(sources)
-    assert lesson8.beam_search(Scripted(lesson8, logits), src, beam, alpha) == expected
+    assert lesson8.beam_search(Scripted(logits), src, beam, alpha) == expected
     assert len({len(output) for output in expected}) > 1
 
 
@@ -243,8 +292,8 @@ def test_a_beam_wide_enough_finds_the_best_of_all_hypotheses(lesson8, monkeypatc
         expected.append([token for token in tokens if token != EOS])
     beam = 4 * 3**4  # more than can be alive at the longest limit, 5
     src = lesson8.pad_rows(sources)
-    assert lesson8.beam_search(Scripted(lesson8, logits), src, beam, alpha) == expected
-    greedy = lesson8.beam_search(Scripted(lesson8, logits), src, 1, alpha)
+    assert lesson8.beam_search(Scripted(logits), src, beam, alpha) == expected
+    greedy = lesson8.beam_search(Scripted(logits), src, 1, alpha)
     assert greedy != expected
 
 
@@ -282,7 +331,7 @@ def two_candidates(long_score):
     ],
 )
 def test_length_penalty_decides_as_computed_by_hand(lesson8, long_score, alpha, expected):
-    model = Scripted(lesson8, two_candidates(long_score))
+    model = Scripted(two_candidates(long_score))
     assert lesson8.beam_search(model, torch.tensor([[9, 8, EOS]]), 4, alpha) == [expected]
 
 
@@ -311,7 +360,7 @@ def test_a_finished_hypothesis_does_not_go_on_growing(lesson8):
 
     for beam in (1, 2, 4):
         src = torch.tensor([[9, EOS]])
-        assert lesson8.beam_search(Scripted(lesson8, logits), src, beam, 1.0) == [[]]
+        assert lesson8.beam_search(Scripted(logits), src, beam, 1.0) == [[]]
 
 
 def test_a_finished_hypothesis_gives_up_its_place_in_the_beam(lesson8):
@@ -332,8 +381,8 @@ def test_a_finished_hypothesis_gives_up_its_place_in_the_beam(lesson8):
         return row
 
     src = torch.tensor([[9, EOS]])
-    assert lesson8.beam_search(Scripted(lesson8, logits), src, 2, 0.0) == [[]]
-    assert lesson8.beam_search(Scripted(lesson8, logits), src, 3, 0.0) == [[3, 5]]
+    assert lesson8.beam_search(Scripted(logits), src, 2, 0.0) == [[]]
+    assert lesson8.beam_search(Scripted(logits), src, 3, 0.0) == [[3, 5]]
 
 
 @pytest.mark.parametrize("beam", [1, 2, 4])
@@ -342,7 +391,7 @@ def test_pad_and_bos_are_never_said(lesson8, beam):
         return [9.0, 8.0, 1.5 * len(past) - 4, *(float(word % 3) for word in range(3, 12))]
 
     sources = sentences(6)
-    outputs = lesson8.beam_search(Scripted(lesson8, logits), lesson8.pad_rows(sources), beam)
+    outputs = lesson8.beam_search(Scripted(logits), lesson8.pad_rows(sources), beam)
     assert all(output and min(output) > EOS for output in outputs)
 
 
@@ -362,7 +411,7 @@ def test_a_beam_wider_than_the_vocabulary_works(lesson8, monkeypatch):
     logits, sources = random_logits(5, seed=2), sentences(4, longest=3)
     log_p = log_probabilities(logits)
     expected = [plain_beam(log_p, tuple(s), len(s) + 1, 50, 0.6) for s in sources]
-    found = lesson8.beam_search(Scripted(lesson8, logits), lesson8.pad_rows(sources), 50)
+    found = lesson8.beam_search(Scripted(logits), lesson8.pad_rows(sources), 50)
     assert found == expected
 
 
@@ -374,7 +423,7 @@ def test_the_limit_is_each_source_length_plus_fifty_whatever_the_batch(lesson8, 
     def logits(source, past):  # never eos
         return [0.0, 0.0, NEVER, 1.0, 2.0, 1.5]
 
-    model, sources = Scripted(lesson8, logits), [[5, EOS], [5, 6, 7, 8, 9, EOS], [EOS]]
+    model, sources = Scripted(logits), [[5, EOS], [5, 6, 7, 8, 9, EOS], [EOS]]
     together = lesson8.beam_search(model, lesson8.pad_rows(sources), beam)
     assert together == [[4] * 52, [4] * 56, [4] * 51]
     alone = [lesson8.beam_search(model, torch.tensor([source]), beam)[0] for source in sources]
@@ -424,7 +473,7 @@ def echo(source, past):
 @pytest.mark.parametrize("beam", [1, 64])
 def test_results_stay_in_the_order_of_their_sources(lesson8, beam):
     """Though the search takes them by length and, with a wide beam, in several batches."""
-    model, sources = Scripted(lesson8, echo), sentences(14, longest=10, size=100)
+    model, sources = Scripted(echo), sentences(14, longest=10, size=100)
     sources += [sources[4], sources[0]]  # repeated sentences too
     expected = [source[-2::-1] for source in sources]
     assert lesson8.translate_ids(model, sources, beam) == expected

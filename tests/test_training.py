@@ -693,6 +693,34 @@ def test_precision_is_told_and_trains_with_finite_loss(
     assert {tensor.dtype for tensor in weights} == {torch.float32}
 
 
+@pytest.mark.parametrize(
+    ("trained", "wanted", "there", "expected"),
+    [
+        ("auto", "auto", True, "bf16"),
+        ("auto", "auto", False, "fp32"),
+        ("fp16", "auto", False, "fp32"),  # trained on another machine
+        ("fp32", "auto", True, "fp32"),
+        ("auto", "fp32", True, "fp32"),
+        ("fp32", "bf16", False, "bf16"),
+    ],
+)
+def test_a_run_is_used_in_the_precision_of_the_machine(
+    lesson8, copy, monkeypatch, trained, wanted, there, expected
+):
+    monkeypatch.setattr(lesson8, "cpu_has_bf16", lambda: there)
+    checkpoint = load(copy / lesson8.BEST)
+    checkpoint["config"]["precision"] = trained
+    torch.save(checkpoint, copy / lesson8.BEST)
+    translator = lesson8.Translator(copy, torch.device("cpu"), precision=wanted)
+    assert translator.precision == expected
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[expected]
+    assert {parameter.dtype for parameter in translator.model.parameters()} == {dtype}
+    lines = ["the river", "My brother saw her book."]
+    exact = lesson8.Translator(copy, torch.device("cpu"), precision="fp32").translate(lines)
+    assert len(translator.translate(lines)) == len(lines)
+    assert expected == "bf16" or translator.translate(lines) == exact
+
+
 def test_fp16_on_a_cpu_is_refused(full):
     assert "fp16" in full("--precision", "fp16").refused()
 
