@@ -1234,14 +1234,15 @@ class StepDecoder:
 
     It computes the same from the same weights, arranged for few rows and many calls: q, k and v in
     one product, one memory for all hypotheses of a sentence, and keys and values of the past as
-    whole vectors (2, T, rows, d_model), quickly put into another order.
+    whole vectors, (T, 2, rows, d_model), put into another order in one go.
     """
 
     def __init__(self, model: Transformer, src: Tensor, beam: int) -> None:
         self.model, self.beam, self.src_mask = model, beam, padding_mask(src)
         caches = model.new_caches(model.encode(src))
         self.memory = [[part.contiguous() for part in cache.memory] for cache in caches]
-        self.past = [torch.empty(0)] * len(caches)
+        shape = (1, 2, len(src) * beam, self.memory[0][0].size(1) * self.memory[0][0].size(3))
+        self.past = [part.new_empty(shape) for part, _ in self.memory]  # the last is to be filled
         three = [(a.w_q, a.w_k, a.w_v) for a in (layer.self_attention for layer in model.decoder)]
         self.weights = [torch.cat([linear.weight for linear in linears]) for linears in three]
         self.biases = [torch.cat([linear.bias for linear in linears]) for linears in three]
@@ -1257,11 +1258,10 @@ class StepDecoder:
         return model.decoder_norm(x)
 
     def self_attend(self, i: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
+        heads, past = (attention.n_heads, attention.d_k), self.past[i]
         q, *newest = F.linear(y, self.weights[i], self.biases[i]).chunk(3, dim=-1)
-        parts = [self.past[i], torch.stack(newest)[:, None]]
-        self.past[i] = torch.cat(parts, dim=1) if len(parts[0]) else parts[1]
-        heads = (attention.n_heads, attention.d_k)
-        keys, values = self.past[i].unflatten(-1, heads)  # each (T, rows, heads, d_k)
+        torch.stack(newest, out=past[-1])
+        keys, values = past.unflatten(-1, heads).unbind(1)  # each (T, rows, heads, d_k)
         # One query a row: sums of products of vectors are faster than products of matrices.
         scores = (keys * (q / math.sqrt(attention.d_k)).unflatten(-1, heads)).sum(-1, keepdim=True)
         return attention.w_o((scores.softmax(dim=0) * values).sum(dim=0).flatten(1))
@@ -1272,7 +1272,9 @@ class StepDecoder:
 
     def keep(self, rows: Tensor, sentences: Tensor | None) -> None:
         """Go on with these hypotheses, in this order, of these sentences (None: of all)."""
-        self.past = [part.index_select(2, rows) for part in self.past]
+        for i, past in enumerate(self.past):
+            self.past[i] = past.new_empty(len(past) + 1, 2, len(rows), past.size(-1))
+            torch.index_select(past, 2, rows, out=self.past[i][:-1])
         if sentences is not None:
             self.src_mask = self.src_mask[sentences]
             self.memory = [[part[sentences] for part in pair] for pair in self.memory]
