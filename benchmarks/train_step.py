@@ -57,7 +57,7 @@ lesson8 = importlib.import_module("08_iwslt_vi_en")
 PAD, BOS, EOS = lesson8.PAD, lesson8.BOS, lesson8.EOS
 LANGUAGES = ("en", "vi")
 WARM_UP = 3  # steps of each contestant and mode before the first round
-JOEY_TOKENS = 4096  # batch size in JoeyNMT's own Transformer recipes; it counts padding, too
+JOEY_TOKENS = 4096  # JoeyNMT's batch size: tokens with padding, of which more than half is
 MODES = {"same": "The same batches for all", "own": "End to end, each with the batches it makes"}
 
 Batch = tuple[Sequence[int], Any]  # the pairs in it, and the form that its contestant takes
@@ -288,9 +288,9 @@ class JoeyNMT:
         parts = zip(("src", "trg"), corpus.sides(), corpus.vocab_sizes, strict=True)
         for side, rows, size in parts:
             lines = (" ".join(f"s{i}" for i in row[:-1].tolist()) + "\n" for row in rows)
-            (folder / f"train.{side}").write_text("".join(lines))
+            (folder / f"train.{side}").write_text("".join(lines), encoding="utf-8")
             words = (f"s{i}\n" for i in range(EOS + 1, size))
-            (folder / f"words.{side}").write_text("".join(words))
+            (folder / f"words.{side}").write_text("".join(words), encoding="utf-8")
             languages[side] = dict(lang=side, level="word", voc_file=str(folder / f"words.{side}"))
         part = dict(
             type="transformer",

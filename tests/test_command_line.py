@@ -7,8 +7,8 @@ import os
 import random
 import re
 import select
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 import time
