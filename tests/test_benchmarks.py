@@ -1,6 +1,7 @@
 """The benchmarks run, with a minimum of work, and their own checks hold. Nothing is timed here."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def numbers(value):
     return [value] if isinstance(value, float) else []
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", [pytest.param("train_step", marks=pytest.mark.slow), "translate"])
 def test_a_benchmark_prints_its_table_and_writes_it_as_json(name, tmp_path):
     file = tmp_path / "table.json"
     how = ["--rounds", 1, "--threads", 1, "--json", file, *SHORT[name].split()]
@@ -30,6 +31,6 @@ def test_a_benchmark_prints_its_table_and_writes_it_as_json(name, tmp_path):
     assert done.returncode == 0, done.stderr.decode("utf-8")
     assert max(map(len, out.splitlines())) <= 100
     found = numbers(json.loads(file.read_text("utf-8")))
-    assert len(found) > 5 and all(0 <= number < 1e9 for number in found)
+    assert len(found) > 5 and all(map(math.isfinite, found))
     if name == "train_step":  # its yardstick has lesson 8's weights, and must have its loss
         assert ": equal" in out and "as torch counts them" in out and "(+0)" in out
