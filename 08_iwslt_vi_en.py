@@ -835,6 +835,32 @@ def shift_right(tgt: Tensor) -> Tensor:
     return torch.cat([torch.full_like(tgt[:, :1], BOS), tgt[:, :-1]], dim=1)
 
 
+class SmoothedCrossEntropy(torch.autograd.Function):
+    """`F.cross_entropy` with label smoothing, summed: sum of -q log p, where p = softmax(logits).
+
+    q is 1 - smoothing for the target, and smoothing is spread over all V classes. The gradient is
+    p - q. On a CPU some rows at a time, as many as its caches hold, give loss and gradient in one
+    go; logits (N, V) in fp32, their softmax and so on would be by far the largest tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        total, gradient = torch.zeros((), device=logits.device), torch.empty_like(logits)
+        rows, even = 64 if logits.is_cpu else len(logits), smoothing / logits.size(1)
+        parts = (tensor.split(rows) for tensor in (logits, targets[:, None], gradient))
+        for part, target, result in zip(*parts, strict=True):
+            log_p = part.log_softmax(1, dtype=torch.float32)
+            total -= (1 - smoothing) * log_p.gather(1, target).sum() + even * log_p.sum()
+            certain = torch.full_like(target, smoothing - 1, dtype=torch.float32)
+            result.copy_(log_p.exp_().sub_(even).scatter_add_(1, target, certain))
+        ctx.save_for_backward(gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.saved_tensors[0] * scale, None, None
+
+
 def batch_loss(model: Transformer, src: Tensor, tgt: Tensor, smoothing: float) -> Tensor:
     """Return the cross-entropy summed over the real tokens of tgt (B, T), which ends with eos.
 
@@ -844,7 +870,7 @@ def batch_loss(model: Transformer, src: Tensor, tgt: Tensor, smoothing: float) -
     states = model.decode(shift_right(tgt), model.encode(src), src)
     real = tgt != PAD
     logits = model.output(states[real])  # (real tokens, vocabulary)
-    return F.cross_entropy(logits.float(), tgt[real], label_smoothing=smoothing, reduction="sum")
+    return SmoothedCrossEntropy.apply(logits, tgt[real], smoothing)
 
 
 def learning_rate(step: int, total: int, peak: float, warmup: int) -> float:

@@ -41,6 +41,27 @@ def test_loss_equals_direct_computation(lesson8, tiny_model, smoothing):
     assert loss == pytest.approx(direct_loss(tiny_model, SRC, TGT, smoothing), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("rows", [1, 64, 65, 200])
+def test_fast_cross_entropy_equals_torchs_gradient_too(lesson8, rows, smoothing, dtype, tolerance):
+    torch.manual_seed(4)
+    logits = (3 * torch.randn(rows, 50)).to(dtype)
+    targets = torch.randint(50, (rows,))
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    loss = lesson8.SmoothedCrossEntropy.apply(ours, targets, smoothing)
+    how = dict(label_smoothing=smoothing, reduction="sum")
+    expected = F.cross_entropy(theirs.float(), targets, **how)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    (loss / 7).backward()
+    (expected / 7).backward()
+    assert ours.grad.dtype == dtype
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_loss_works_without_any_padding(lesson8, tiny_model, smoothing):
     src, tgt = SRC[1:2], TGT[:1]
