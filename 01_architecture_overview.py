@@ -405,7 +405,8 @@ def section_needs() -> None:
     every parameter has three companions: its gradient, and two averages kept by Adam, the
     method that makes the corrections (lesson 7): 16 bytes a parameter in all. On top come
     the activations: results of the forward pass that the backward pass will need, counted
-    here while PyTorch's model runs on shapes alone.
+    here while PyTorch's model runs on shapes alone, up to the logits. (The loss keeps one
+    more number for each logit.)
 
     Arithmetic is counted in FLOPs, additions and multiplications of numbers. Nearly all
     of it is matrix products, and a product (m, k) @ (k, n) takes 2 m k n. The backward

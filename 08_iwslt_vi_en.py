@@ -199,7 +199,7 @@ def load_pairs(
         if sorted(languages) == ["en", "vi"]:
             archives = " ".join(archive for archive, _, _ in ARCHIVES.values())
             names += f", or the archives {archives} from {ORIGIN} (--download fetches them),"
-        raise UserError(f"No {part} data in {folder}: put {names} there.")
+        raise UserError(f"No {part} data in {folder}: put {names} there, or name another --data.")
     for name, data in found.items():
         try:
             text = data.decode("utf-8-sig")
@@ -1585,19 +1585,21 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
             if trainer.step >= trainer.total:
                 say(f"{run} is finished: {trainer.step:,} steps, best dev loss {trainer.best:.3f}.")
                 return 0
-        c, t, bf16 = config, trainer, "with" if cpu_has_bf16() else "without"
+        c, t, bf16 = config, trainer, "has" if cpu_has_bf16() else "lacks"
         say(
             f"{c.direction}: {c.n_layers}+{c.n_layers} layers, d_model {c.d_model}, {c.n_heads} "
             f"heads, d_ff {c.d_ff}, vocabularies {t.vocab_sizes[0]:,} and {t.vocab_sizes[1]:,}: "
             f"{parameters:,} parameters, {16 * parameters / 1e6:,.0f} MB on disk, in {run}\n"
             f"{WORLD} process{'es' * (WORLD > 1)} on {device.type}, {torch.get_num_threads()} "
-            f"threads, {t.precision} (this CPU is {bf16} bf16 arithmetic)\nMeasuring the speed ..."
+            f"threads, {t.precision} (this CPU {bf16} bf16 arithmetic)\nMeasuring the speed ..."
         )
         minutes = trainer.plan_steps() / 60
         say(
             f"After step {t.step:,} of {t.total:,}: about {minutes:.1f} minutes to go "
             f"({t.total / t.steps_per_epoch:.2f} epochs in all)"
         )
+        if t.total < 200:
+            say("So few steps teach little: give more --epochs (or --minutes).")
         status = trainer.run_to_end()
         if status:
             say(f"Stopped after step {trainer.step:,}: --resume goes on from there.")
@@ -1607,8 +1609,9 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     if demo:
         show_demo(Translator(run, device, args.beam))
     else:
-        licence = TED_LICENCE if sorted(config.languages) == ["en", "vi"] else ""
-        say(f"{licence}\nNext: --evaluate scores it, --infer translates.")
+        say(TED_LICENCE if sorted(config.languages) == ["en", "vi"] else "")
+        for then in (f"--evaluate --run {run} --data {args.data}", f"--infer --run {run}"):
+            say(f"Next: python 08_iwslt_vi_en.py {then}")
     return 0
 
 
