@@ -199,7 +199,7 @@ def load_pairs(
         if sorted(languages) == ["en", "vi"]:
             archives = " ".join(archive for archive, _, _ in ARCHIVES.values())
             names += f", or the archives {archives} from {ORIGIN} (--download fetches them),"
-        raise UserError(f"No {part} data in {folder}: put {names} there, or name another --data.")
+        raise UserError(f"No {part} data in {folder}: put {names} there.")
     for name, data in found.items():
         try:
             text = data.decode("utf-8-sig")
