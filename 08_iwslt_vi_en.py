@@ -927,12 +927,10 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     return "bf16" if device.type == "cpu" and cpu_has_bf16() else "fp32"
 
 
-def keep_freed_memory() -> None:
-    """Have glibc (on Linux) keep freed memory: a fifth less time for a training step on a CPU."""
+def return_freed_memory() -> None:
+    """Have glibc (on Linux) return freed memory, of which it else keeps more from hour to hour."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own, to be zeroed again
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap does not shrink
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class FastDropout(nn.Module):
@@ -1141,6 +1139,8 @@ class Trainer:
                 text = f"loss {loss:.3f}, rate {rate:.1e}, {speed:,.0f} target tokens/s"
                 bar.set_postfix_str(text, refresh=False)
                 bar.update()
+                if self.step % 50 == 0:
+                    return_freed_memory()
                 ended = self.step == self.total or self.step % self.steps_per_epoch == 0
                 stop = self.wish and self.step < self.total
                 if RANK == 0:
@@ -1347,7 +1347,10 @@ def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0
         width = width - ended.sum(1)
         scores = top.masked_fill(~inside | ended, -math.inf)
         hope = scores.max(1).values / length_penalty(limit.float(), alpha)
-        kept = ((width > 0) & (hope > best_score)).nonzero().flatten()
+        alive = (width > 0) & (hope > best_score)
+        if best_score[~alive].isneginf().any():  # done without any hypothesis
+            raise UserError("The model computes no numbers: try --precision fp32, or retrain it.")
+        kept = alive.nonzero().flatten()
         if len(kept) == 0:
             return best
         rows = origin[kept].flatten()
@@ -1377,7 +1380,7 @@ def translate_ids(model: Transformer, sources: Rows, beam: int, progress: bool =
 class Translator:
     """Ordinary text in, ordinary text out, with the best checkpoint of a run.
 
-    Weights and arithmetic are in `precision`; a run that was trained in fp32 stays in fp32.
+    Weights and arithmetic are in `precision`; a run trained with --precision fp32 stays in fp32.
     """
 
     def __init__(
@@ -1391,7 +1394,8 @@ class Translator:
             self.config = Config(**checkpoint["config"])
             self.model = build_model(self.config, checkpoint["vocab_sizes"])
             self.model.load_state_dict(checkpoint["weights"])
-        for language, wanted in zip(self.config.languages, checkpoint["tokenizers"], strict=True):
+            tokenizers = dict(zip(self.config.languages, checkpoint["tokenizers"], strict=True))
+        for language, wanted in tokenizers.items():
             path = run / f"{language}_tokenizer.json"
             tokenizer = None
             with contextlib.suppress(Exception):  # tokenizers raises that itself, for a broken file
@@ -1438,8 +1442,9 @@ def find_run(direction: str) -> Path:
             if config["direction"] == direction:
                 found.append((not config["demo"], path.stat().st_mtime, path.parent))
     if not found:
-        modes = f"--demo --direction {direction} (minutes) or --full --direction {direction}"
-        raise UserError(f"Nothing is trained for {direction} yet: {modes} (hours) does it.")
+        demo = f"--demo --direction {direction} (minutes) or " * (direction in ("en-vi", "vi-en"))
+        modes = f"{demo}--full --direction {direction} (hours)"
+        raise UserError(f"Nothing is trained for {direction} yet: {modes} does it.")
     return max(found)[-1]
 
 
@@ -1464,7 +1469,7 @@ def evaluate(translator: Translator, data: Path) -> None:
     path = translator.run / f"test.beam{translator.beam}.{translator.config.languages[1]}"
     for i in range(0, len(pairs), max(1, len(pairs) // 10))[:10]:
         print(f"{sources[i]}\n -> {outputs[i]}\n  = {targets[i]}\n")
-    print(f"{len(pairs):,} test pairs, beam {translator.beam}")
+    print(f"{len(pairs):,} test pairs, beam {translator.beam}, {translator.precision}")
     for name, metric, hypothesis, reference in (
         ("BLEU on corpus text", BLEU(tokenize="none", force=True), hypotheses, references),
         ("BLEU on ordinary text", BLEU(), outputs, targets),
@@ -1560,7 +1565,6 @@ def train(args: argparse.Namespace, given: dict[str, Any]) -> int:
     fresh = Config(**PRESETS[preset] | given | {"preset": preset, "demo": demo})
     named = (PRESETS[preset] if "preset" in given else {}) | given | {"demo": demo}
     run = args.run or HERE / "runs" / f"{args.mode}-{fresh.direction}"
-    keep_freed_memory()
     device, chief = find_device(args.device), RANK == 0
     choose_precision(fresh.precision, device)  # refused here, before anything is replaced
     say = tqdm.write if chief else lambda text: None
@@ -1622,6 +1626,10 @@ def carry_out(args: argparse.Namespace) -> int:
         raise UserError("--beam must be between 1 and 1,000.")
     if args.mode in ("demo", "full"):
         return train(args, given)
+    useless = [flag(name) for name in ("resume", "restart") if getattr(args, name)]
+    useless += [flag(name) for name in given if name not in ("direction", "precision")]
+    if useless:
+        raise UserError(f"--{args.mode} takes no {', '.join(useless)}: that is for training.")
     if args.mode == "download":
         download(args.data)
         return 0

@@ -11,8 +11,7 @@ two vocabularies of 8,000. A step is forward, backward, clipping and Adam. It is
 same batches for all, made before the clock starts, and end to end, where each makes its own batches
 while the clock runs. Tokens are real target tokens: padding costs time and counts nothing.
 
-Each contestant lives in a process of its own, so lesson 8's allocator settings help nobody else.
-They take turns, round by round, and a ratio compares speeds within a round: what slows the machine
+Each contestant lives in a process of its own. They take turns, round by round, and a ratio compares speeds within a round: what slows the machine
 down for minutes slows all of them. Nothing else should run meanwhile. Transformers and JoeyNMT take
 part where they are installed. All seven rows need about 16 GB of memory; with --only it is less.
 """
@@ -145,7 +144,6 @@ class Lesson8:
     """Lesson 8's Trainer, as it is."""
 
     def __init__(self, corpus: Corpus, config: lesson8.Config) -> None:
-        lesson8.keep_freed_memory()
         sizes = corpus.vocab_sizes
         tokenizers = [SimpleNamespace(get_vocab_size=lambda size=size: size) for size in sizes]
         prepared = lesson8.Prepared(tokenizers, corpus.sides(), [[], []], [], "")
@@ -700,7 +698,6 @@ def train_for_memory(pipe: Connection, args: argparse.Namespace) -> None:
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     torch.set_num_threads(args.threads)
-    lesson8.keep_freed_memory()
     config = lesson8.Config(precision=args.precision, seed=args.seed)
     note_peak()
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
@@ -767,6 +764,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if min(args.rounds, args.steps, args.threads) < 1:
         parser.error("--rounds, --steps and --threads must be at least 1")
+    for name in args.only.split(",") if args.only else ():
+        if not any(key.startswith(name) for key in ROWS):
+            parser.error(f"--only: no row begins with {name!r}; there are {', '.join(ROWS)}")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {args.json.parent}")
     if (args.prepare or args.memory) and not args.data:
         parser.error("--prepare and --memory need --data")
     torch.set_num_threads(args.threads)

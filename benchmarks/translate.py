@@ -563,8 +563,14 @@ def main() -> int:
     add("--only", type=lambda text: text.split(","), help="rows or engines, with commas")
     add("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
-    if min(args.rounds, args.repeats, args.threads, args.practice, *args.beams) < 1:
-        parser.error("rounds, repeats, threads, practice and beams must be 1 or more")
+    known = {c.engine for c in CONTESTANTS} | {c.name for c in CONTESTANTS}
+    if unknown := {*(args.only or ())} - known:
+        parser.error(f"--only knows no {', '.join(sorted(unknown))}; see the rows in --help")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {args.json.parent}")
+    counts = (args.rounds, args.repeats, args.threads, args.practice, *args.beams)
+    if min(*counts, 1 if args.sentences is None else args.sentences) < 1:
+        parser.error("rounds, repeats, threads, practice, beams, sentences must be 1 or more")
 
     torch.set_num_threads(args.threads)
     try:

@@ -406,6 +406,40 @@ def test_pad_bos_and_eos_are_never_in_the_output_of_a_transformer(lesson8, model
         assert any(outputs)
 
 
+@pytest.mark.parametrize("beam", [4, 8])
+@pytest.mark.parametrize("size", [5, 7, 10])
+def test_hypotheses_that_end_in_one_step_each_give_up_their_place(lesson8, monkeypatch, size, beam):
+    """A strong length penalty and few words: often several hypotheses end at once."""
+    monkeypatch.setattr(lesson8, "EXTRA_OUTPUT", 4)
+    sources = sentences(30, size=size)
+    for seed in range(6):
+        logits = random_logits(size, seed)
+        src = lesson8.pad_rows(sources)
+        outputs = lesson8.beam_search(Scripted(logits), src, beam, 2.0)
+        log_p = log_probabilities(logits)
+        for source, output in zip(sources, outputs, strict=True):
+            limit = len(source) + 4
+            assert output == plain_beam(log_p, tuple(source), limit, beam, 2.0)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_model_that_computes_no_numbers_is_an_error_not_an_empty_line(lesson8, model, broken):
+    with torch.no_grad():
+        model.decoder[0].feed_forward.linear2.bias.fill_(broken)
+    with pytest.raises(lesson8.UserError, match="computes no numbers"):
+        lesson8.beam_search(model, lesson8.pad_rows(sentences(3)), 2)
+
+
+def test_log_probabilities_are_summed_in_fp32(lesson8, model, monkeypatch):
+    seen = []
+    real = torch.Tensor.topk
+    monkeypatch.setattr(
+        torch.Tensor, "topk", lambda self, *a, **k: seen.append(self.dtype) or real(self, *a, **k)
+    )
+    lesson8.beam_search(model.to(torch.bfloat16), lesson8.pad_rows(sentences(3)), 2)
+    assert set(seen) == {torch.float32}
+
+
 def test_a_beam_wider_than_the_vocabulary_works(lesson8, monkeypatch):
     monkeypatch.setattr(lesson8, "EXTRA_OUTPUT", 1)
     logits, sources = random_logits(5, seed=2), sentences(4, longest=3)

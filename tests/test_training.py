@@ -223,6 +223,25 @@ def test_swapped_tokenizer_file_is_refused(lesson8, command, copy):
     assert "en_tokenizer.json" in sentence and lesson8.BEST in sentence
 
 
+@pytest.mark.parametrize("entry", [None, [], ["one"], "absent"], ids=str)
+def test_checkpoint_with_an_unfit_list_of_tokenizers_is_refused(lesson8, command, copy, entry):
+    checkpoint = load(copy / lesson8.BEST)
+    checkpoint["tokenizers"] = entry
+    if entry == "absent":
+        del checkpoint["tokenizers"]
+    torch.save(checkpoint, copy / lesson8.BEST)
+    assert "does not fit" in command("--infer", "--run", copy, "--device", "cpu").refused()
+
+
+@pytest.mark.parametrize(
+    "useless", [["--d-model", 3], ["--preset", "gpu"], ["--resume"], ["--restart", "--lr", 7]]
+)
+@pytest.mark.parametrize("mode", ["--infer", "--evaluate"])
+def test_settings_of_training_are_refused_where_they_would_be_ignored(command, copy, mode, useless):
+    sentence = command(mode, "--run", copy, "--device", "cpu", *useless).refused()
+    assert useless[0] in sentence and "training" in sentence
+
+
 @pytest.mark.parametrize("text", [None, "", "{}", '{"model":'])
 def test_missing_or_damaged_tokenizer_file_is_refused(command, copy, text):
     path = copy / "vi_tokenizer.json"
