@@ -11,9 +11,10 @@ two vocabularies of 8,000. A step is forward, backward, clipping and Adam. It is
 same batches for all, made before the clock starts, and end to end, where each makes its own batches
 while the clock runs. Tokens are real target tokens: padding costs time and counts nothing.
 
-Each contestant lives in a process of its own. They take turns, round by round, and a ratio compares speeds within a round: what slows the machine
-down for minutes slows all of them. Nothing else should run meanwhile. Transformers and JoeyNMT take
-part where they are installed. All seven rows need about 16 GB of memory; with --only it is less.
+Each contestant lives in a process of its own. They take turns, round by round, and a ratio compares
+speeds within a round: what slows the machine down for minutes slows all of them. Nothing else
+should run meanwhile. Transformers and JoeyNMT take part where they are installed. All seven rows
+need about 16 GB of memory; with --only it is less.
 """
 
 from __future__ import annotations
