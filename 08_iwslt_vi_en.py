@@ -851,8 +851,9 @@ class SmoothedCrossEntropy(torch.autograd.Function):
         for part, target, result in zip(*parts, strict=True):
             log_p = part.log_softmax(1, dtype=torch.float32)
             total -= (1 - smoothing) * log_p.gather(1, target).sum() + even * log_p.sum()
-            certain = torch.full_like(target, smoothing - 1, dtype=torch.float32)
-            result.copy_(log_p.exp_().sub_(even).scatter_add_(1, target, certain))
+            if ctx.needs_input_grad[0]:  # not where a loss is only measured
+                certain = torch.full_like(target, smoothing - 1, dtype=torch.float32)
+                result.copy_(log_p.exp_().sub_(even).scatter_add_(1, target, certain))
         ctx.save_for_backward(gradient)
         return total
 
@@ -928,7 +929,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def return_freed_memory() -> None:
-    """Have glibc (on Linux) return freed memory, of which it else keeps more from hour to hour."""
+    """Have glibc (on Linux) return freed memory, of which it else keeps more and more."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -1267,8 +1268,8 @@ class StepDecoder:
         self.model, self.beam, self.src_mask = model, beam, padding_mask(src)
         caches = model.new_caches(model.encode(src))
         self.memory = [[part.contiguous() for part in cache.memory] for cache in caches]
-        shape = (1, 2, len(src) * beam, self.memory[0][0].size(1) * self.memory[0][0].size(3))
-        self.past = [part.new_empty(shape) for part, _ in self.memory]  # the last is to be filled
+        shape = (1, 2, len(src) * beam, model.tgt_embedding.table.embedding_dim)
+        self.past = [keys.new_empty(shape) for keys, _ in self.memory]  # the last is to be filled
         three = [(a.w_q, a.w_k, a.w_v) for a in (layer.self_attention for layer in model.decoder)]
         self.weights = [torch.cat([linear.weight for linear in linears]) for linears in three]
         self.biases = [torch.cat([linear.bias for linear in linears]) for linears in three]

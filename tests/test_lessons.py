@@ -1226,12 +1226,8 @@ def test_a_lesson_needs_no_matplotlib_without_figures(lesson, monkeypatch):
 # ------------------------------------------------------------------------------------------------
 
 PER_LESSON = range(1, 8)
-DIFFERENT = [
-    (
-        "batch_loss",
-        {8},
-        "lesson 8's cross-entropy is faster, and a test holds it to torch's",
-    ),  # name, lessons in which it differs from others, reason
+DIFFERENT = [  # name, lessons in which it differs from others, reason
+    ("batch_loss", [8], "lesson 8's cross-entropy is faster; a test holds it to torch's"),
     ("main", [8], "lesson 8 has a command line of its own"),
     ("quiz", PER_LESSON, "each lesson asks about itself"),
     ("exercise", PER_LESSON, "each lesson has an exercise of its own"),
