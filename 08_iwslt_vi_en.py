@@ -48,6 +48,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -1257,54 +1258,81 @@ def length_penalty(length: Tensor | float, alpha: float) -> Tensor | float:
 
 
 class StepDecoder:
-    """`Transformer.decode` for search: a call takes the newest token of every hypothesis.
+    """`Transformer.decode` and the output matrix for search: one token of every hypothesis a call.
 
     It computes the same from the same weights, arranged for few rows and many calls: q, k and v in
-    one product, one memory for all hypotheses of a sentence, and keys and values of the past as
-    whole vectors, (T, 2, rows, d_model), put into another order in one go.
+    one product, one memory for all hypotheses of a sentence, and the past's keys and values as
+    whole vectors, which are put into another order from one buffer to the next.
     """
 
     def __init__(self, model: Transformer, src: Tensor, beam: int) -> None:
         self.model, self.beam, self.src_mask = model, beam, padding_mask(src)
         caches = model.new_caches(model.encode(src))
         self.memory = [[part.contiguous() for part in cache.memory] for cache in caches]
-        shape = (1, 2, len(src) * beam, model.tgt_embedding.table.embedding_dim)
-        self.past = [keys.new_empty(shape) for keys, _ in self.memory]  # the last is to be filled
         three = [(a.w_q, a.w_k, a.w_v) for a in (layer.self_attention for layer in model.decoder)]
         self.weights = [torch.cat([linear.weight for linear in linears]) for linears in three]
         self.biases = [torch.cat([linear.bias for linear in linears]) for linears in three]
+        self.length, self.rows, self.d_model = 0, len(src) * beam, self.weights[0].size(1)
+        room = (src.size(1) + EXTRA_OUTPUT) * 2 * self.rows * self.d_model
+        self.buffers = [self.weights[0].new_empty(room) for _ in range(len(three) + 1)]
 
-    def __call__(self, ids: Tensor, length: int) -> Tensor:
-        """Map ids (rows), which stand at position `length` - 1, to states (rows, d_model)."""
+    def past(self, i: int) -> Tensor:
+        """Return a view of layer i's keys and values, (length, 2, rows, d_model)."""
+        shape = (self.length, 2, self.rows, self.d_model)
+        return self.buffers[i][: math.prod(shape)].view(shape)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Map the newest ids (rows) to the logits of the next (rows, vocabulary)."""
         model = self.model
-        x = model.position(model.tgt_embedding(ids[:, None]), length - 1)[:, 0]
+        x = model.position(model.tgt_embedding(ids[:, None]), self.length)[:, 0]
+        self.length += 1
         for i, layer in enumerate(model.decoder):
             x = layer.residual1(x, functools.partial(self.self_attend, i, layer.self_attention))
             x = layer.residual2(x, functools.partial(self.cross_attend, i, layer.cross_attention))
-            x = layer.residual3(x, layer.feed_forward)
-        return model.decoder_norm(x)
+            x = layer.residual3(x, functools.partial(self.feed_forward, layer.feed_forward))
+        return self.linear(model.decoder_norm(x), model.output.weight)
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """F.linear; a CPU multiplies a matrix by a few columns faster than a few rows by it."""
+        if not (x.is_cpu and 1 < len(x) <= 16):
+            return F.linear(x, weight, bias)
+        y = weight @ x.t()
+        return (y if bias is None else y.add_(bias[:, None])).t()
 
     def self_attend(self, i: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
-        heads, past = (attention.n_heads, attention.d_k), self.past[i]
-        q, *newest = F.linear(y, self.weights[i], self.biases[i]).chunk(3, dim=-1)
+        heads, past = (attention.n_heads, attention.d_k), self.past(i)
+        q, *newest = self.linear(y, self.weights[i], self.biases[i]).chunk(3, dim=-1)
         torch.stack(newest, out=past[-1])
         keys, values = past.unflatten(-1, heads).unbind(1)  # each (T, rows, heads, d_k)
         # One query a row: sums of products of vectors are faster than products of matrices.
         scores = (keys * (q / math.sqrt(attention.d_k)).unflatten(-1, heads)).sum(-1, keepdim=True)
-        return attention.w_o((scores.softmax(dim=0) * values).sum(dim=0).flatten(1))
+        y = (scores.softmax(dim=0) * values).sum(dim=0).flatten(1)
+        return self.linear(y, attention.w_o.weight, attention.w_o.bias)
 
     def cross_attend(self, i: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
-        side_by_side = y.view(-1, self.beam, y.size(-1))  # the hypotheses of a sentence
-        return attention.attend(side_by_side, *self.memory[i], self.src_mask)[0].view_as(y)
+        q = self.linear(y, attention.w_q.weight, attention.w_q.bias)
+        q = attention.split_heads(q.reshape(-1, self.beam, self.d_model))  # a sentence's together
+        y, _ = scaled_dot_product_attention(q, *self.memory[i], self.src_mask)
+        y = y.transpose(1, 2).reshape(self.rows, self.d_model)
+        return self.linear(y, attention.w_o.weight, attention.w_o.bias)
+
+    def feed_forward(self, ffn: FeedForward, y: Tensor) -> Tensor:
+        y = self.linear(y, ffn.linear1.weight, ffn.linear1.bias).relu()
+        return self.linear(y, ffn.linear2.weight, ffn.linear2.bias)
 
     def keep(self, rows: Tensor, sentences: Tensor | None) -> None:
         """Go on with these hypotheses, in this order, of these sentences (None: of all)."""
-        for i, past in enumerate(self.past):
-            self.past[i] = past.new_empty(len(past) + 1, 2, len(rows), past.size(-1))
-            torch.index_select(past, 2, rows, out=self.past[i][:-1])
         if sentences is not None:
             self.src_mask = self.src_mask[sentences]
             self.memory = [[part[sentences] for part in pair] for pair in self.memory]
+        elif self.beam == 1:
+            return
+        before = [self.past(i) for i in range(len(self.memory))]
+        self.rows = len(rows)
+        for i, past in enumerate(before):  # layer i moves to the buffer that is free
+            self.buffers[i], self.buffers[-1] = self.buffers[-1], self.buffers[i]
+            torch.index_select(past, 2, rows, out=self.past(i))
 
 
 @torch.inference_mode()
@@ -1328,10 +1356,9 @@ def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0
     decoder = StepDecoder(model, src, beam)
 
     for length in itertools.count(1):
-        states = decoder(history[:, -1], length)
-        log_p = model.output(states).log_softmax(-1, dtype=torch.float32)
+        log_p = decoder(history[:, -1]).log_softmax(-1, dtype=torch.float32)
         log_p[:, [PAD, BOS]] = -math.inf  # never an answer
-        total = (scores.view(-1, 1) + log_p).view(len(scores), -1)  # (open, beam * vocabulary)
+        total = log_p.add_(scores.view(-1, 1)).view(len(scores), -1)  # (open, beam * vocabulary)
         top, index = total.topk(beam)
         parent, token = index // log_p.size(-1), index % log_p.size(-1)
         origin = torch.arange(len(scores), device=device)[:, None] * beam + parent  # row in history
@@ -1362,16 +1389,31 @@ def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0
 
 
 def translate_ids(model: Transformer, sources: Rows, beam: int, progress: bool = False) -> Ids:
-    """Translate any number of encoded sentences, many at once; return them in their order."""
+    """Translate any number of encoded sentences, many at once; return them in their order.
+
+    On a CPU each thread has a batch of its own: a step of one batch is too small to share.
+    """
     device = next(model.parameters()).device
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
     order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))  # like lengths together
-    results: Ids = [[] for _ in sources]
-    with tqdm(total=len(order), unit="sentence", disable=None if progress else True) as bar:
-        while order:
-            size = max(1, 4096 // (beam * len(sources[order[0]])))
-            chosen, order = order[:size], order[size:]
-            src = pad_rows([sources[i] for i in chosen]).to(device)
-            for i, output in zip(chosen, beam_search(model, src, beam), strict=True):
+    batches, results = [], [[] for _ in sources]
+    while order:
+        fair = math.ceil(len(sources) / threads)  # leave no thread without work
+        size = max(1, min(fair, 4096 // (beam * len(sources[order[0]]))))
+        batches.append(order[:size])
+        order = order[size:]
+
+    def search(chosen: list[int]) -> tuple[list[int], Ids]:
+        src = pad_rows([sources[i] for i in chosen]).to(device)
+        return chosen, beam_search(model, src, beam)
+
+    workers = max(1, min(threads, len(batches)))
+    pool = ThreadPool(workers, torch.set_num_threads, [threads // workers])
+    bar = tqdm(total=len(sources), unit="sentence", disable=None if progress else True)
+    with pool, bar:
+        run = map if workers == 1 else pool.imap_unordered
+        for chosen, outputs in run(search, batches):
+            for i, output in zip(chosen, outputs, strict=True):
                 results[i] = output
             bar.update(len(chosen))
     return results

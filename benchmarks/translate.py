@@ -5,7 +5,8 @@
 
 Who takes part is the list CONTESTANTS below; a package that is missing leaves its row out.
 
-- CTranslate2 gets the run's weights through its model spec. Its batch size is the fastest of a few.
+- CTranslate2 gets the run's weights through its model spec. Its batch size is the fastest of a few,
+  and all threads work at one batch or each at its own, whichever is faster ("each" in the table).
 - Hugging Face has the Transformer as MarianMTModel, which is post-norm. That row and a second row
   of lesson 8 use post-norm weights: those of --post-norm-run, or a model that practises the made-up
   task below for a minute or two. Its batch size is the fastest of a few too.
@@ -36,6 +37,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -115,7 +117,7 @@ def lesson8(work: Work, dtype: str, threads: int) -> Translate:
     return partial(lesson.translate_ids, model)
 
 
-def fastest(settings: Sequence[int], translate: Callable[..., Ids], rows: Rows, beam: int) -> int:
+def fastest(settings: Sequence[Any], translate: Callable[..., Ids], rows: Rows, beam: int) -> Any:
     """Return the setting with which `translate(rows, beam, setting)` takes least time."""
     sample = sorted(rows, key=len)[:: max(1, len(rows) // TUNING_SENTENCES)]
     times = []
@@ -126,9 +128,9 @@ def fastest(settings: Sequence[int], translate: Callable[..., Ids], rows: Rows, 
     return settings[int(np.argmin(times[1:]))]
 
 
-def with_fastest(settings: Sequence[int], translate: Callable[..., Ids], rows: Rows) -> Translate:
+def with_fastest(settings: Sequence[Any], translate: Callable[..., Ids], rows: Rows) -> Translate:
     """Return `translate` with the setting that is fastest on a sample of rows, for each beam."""
-    chosen: dict[int, int] = {}
+    chosen: dict[int, Any] = {}
 
     def tuned(sources: Rows, beam: int) -> Ids:
         if beam not in chosen:
@@ -145,14 +147,18 @@ def ctranslate2(work: Work, dtype: str, threads: int) -> Translate:
     spec = ctranslate2_spec(work.model)
     with tempfile.TemporaryDirectory() as folder:
         spec.save(folder)
-        engine = ct2.Translator(folder, compute_type=dtype, intra_threads=threads)
+        load = partial(ct2.Translator, folder, compute_type=dtype)
+        shared = load(intra_threads=threads)  # all threads work at one batch
+        engines = {"": shared, "each": load(inter_threads=threads, intra_threads=1)}
     power, longest = work.power, max(map(len, work.sources)) + lesson.EXTRA_OUTPUT
     never = [[str(lesson.PAD)], [str(lesson.BOS)]]
 
-    def translate(sources: Rows, beam: int, tokens: int) -> Ids:
+    def translate(sources: Rows, beam: int, setting: str) -> Ids:
+        tokens, _, how = setting.partition(" ")
+        engine = shared if len(sources) == 1 else engines[how]
         results = engine.translate_batch(
             [[str(i) for i in row] for row in sources],
-            max_batch_size=tokens,  # it sorts by length before it cuts
+            max_batch_size=int(tokens),  # it sorts by length before it cuts
             batch_type="tokens",
             beam_size=beam,
             length_penalty=power,
@@ -162,7 +168,8 @@ def ctranslate2(work: Work, dtype: str, threads: int) -> Translate:
         )
         return [[int(token) for token in result.hypotheses[0]] for result in results]
 
-    return with_fastest(CT2_TOKENS, translate, work.sources)
+    settings = [f"{tokens} {how}".strip() for how in engines for tokens in CT2_TOKENS]
+    return with_fastest(settings, translate, work.sources)
 
 
 def ctranslate2_spec(model: nn.Module) -> Any:
@@ -434,6 +441,26 @@ def measure(entries: Sequence[Entry], beams: Sequence[int], rounds: int, repeats
                     bar.update()
 
 
+def start_ratio(run: Path, times: int = 5) -> float:
+    """Return how many times as long as importing torch it takes until a run is ready to translate.
+
+    Both are processes of their own, in turn: `import torch`, and lesson 8's filter without input.
+    """
+    script = Path(str(lesson.__file__))
+    commands = (["-c", "import torch"], [script, "--infer", "--run", run])
+    ratios = []
+    for _ in tqdm(range(times + 1), desc="starting", unit="pair"):
+        seconds = []
+        for command in commands:
+            start = time.perf_counter()
+            done = subprocess.run([sys.executable, *command], input=b"", capture_output=True)
+            seconds.append(time.perf_counter() - start)
+            if done.returncode:
+                raise RuntimeError(done.stderr.decode("utf-8", "replace"))
+        ratios.append(seconds[1] / seconds[0])
+    return statistics.median(ratios[1:])  # the first pair filled the file cache
+
+
 def summarise(entry: Entry, base: Entry, beam: int) -> dict[str, Any]:
     """Return an entry's figures at one beam, compared with lesson 8 on the same weights."""
     seconds, outputs = entry.seconds[beam], entry.outputs[beam]
@@ -484,7 +511,7 @@ def report(entries: Sequence[Entry], beams: Sequence[int]) -> dict[str, Any]:
         print(f"\n{'greedy' if beam == 1 else f'beam {beam}'}")
         print(
             f"  {'engine':<12}{'dtype':<9}{'weights':<10}{'sent./s':>8}{'tokens/s':>9}"
-            f"  {'lesson 8 / it (min-max)':<24}{'equal':>7}{'BLEU':>6}{'cut':>4}{'batch':>6}"
+            f"  {'lesson 8 / it (min-max)':<24}{'equal':>7}{'BLEU':>6}{'cut':>4}{'batch':>10}"
         )
         for entry in entries:
             row = summarise(entry, bases[entry.work.weights], beam)
@@ -496,7 +523,7 @@ def report(entries: Sequence[Entry], beams: Sequence[int]) -> dict[str, Any]:
                 f"  {row['engine']:<12}{row['dtype']:<9}{row['weights']:<10}"
                 f"{row['sentences_per_second']:>8.1f}{row['target_tokens_per_second']:>9.0f}"
                 f"  {ratio:<24}{row['equal_to_lesson8']:>7.1%}{score:>6}"
-                f"{row['cut_at_limit']:>4}{row['batch'] or 'own':>6}"
+                f"{row['cut_at_limit']:>4}{row['batch'] or 'own':>10}"
             )
         fastest_pair(rows, beam)
     single = []
@@ -600,6 +627,9 @@ def main() -> int:
         sentences={e.work.weights: len(e.work.sources) for e in entries},
         **report(entries, args.beams),
     )
+    if args.run:
+        figures["start_over_import_torch"] = ratio = start_ratio(args.run)
+        print(f"\nThe filter is ready after {ratio:.2f} times what importing torch takes.")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
