@@ -1267,18 +1267,19 @@ class StepDecoder:
 
     def __init__(self, model: Transformer, src: Tensor, beam: int) -> None:
         self.model, self.beam, self.src_mask = model, beam, padding_mask(src)
+        self.places = torch.arange(len(src), device=src.device) * beam  # at first one a sentence
         caches = model.new_caches(model.encode(src))
         self.memory = [[part.contiguous() for part in cache.memory] for cache in caches]
         three = [(a.w_q, a.w_k, a.w_v) for a in (layer.self_attention for layer in model.decoder)]
         self.weights = [torch.cat([linear.weight for linear in linears]) for linears in three]
         self.biases = [torch.cat([linear.bias for linear in linears]) for linears in three]
-        self.length, self.rows, self.d_model = 0, len(src) * beam, self.weights[0].size(1)
-        room = (src.size(1) + EXTRA_OUTPUT) * 2 * self.rows * self.d_model
+        self.length, self.d_model = 0, self.weights[0].size(1)
+        room = (src.size(1) + EXTRA_OUTPUT) * 2 * len(src) * beam * self.d_model
         self.buffers = [self.weights[0].new_empty(room) for _ in range(len(three) + 1)]
 
     def past(self, i: int) -> Tensor:
         """Return a view of layer i's keys and values, (length, 2, rows, d_model)."""
-        shape = (self.length, 2, self.rows, self.d_model)
+        shape = (self.length, 2, len(self.places), self.d_model)
         return self.buffers[i][: math.prod(shape)].view(shape)
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -1311,25 +1312,29 @@ class StepDecoder:
         return self.linear(y, attention.w_o.weight, attention.w_o.bias)
 
     def cross_attend(self, i: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
-        q = self.linear(y, attention.w_q.weight, attention.w_q.bias)
-        q = attention.split_heads(q.reshape(-1, self.beam, self.d_model))  # a sentence's together
-        y, _ = scaled_dot_product_attention(q, *self.memory[i], self.src_mask)
-        y = y.transpose(1, 2).reshape(self.rows, self.d_model)
+        q = y.new_zeros(len(self.src_mask) * self.beam, self.d_model)  # a sentence's side by side
+        q[self.places] = self.linear(y, attention.w_q.weight, attention.w_q.bias)
+        q = attention.split_heads(q.view(-1, self.beam, self.d_model))
+        heads, _ = scaled_dot_product_attention(q, *self.memory[i], self.src_mask)
+        y = heads.transpose(1, 2).reshape(-1, self.d_model)[self.places]
         return self.linear(y, attention.w_o.weight, attention.w_o.bias)
 
     def feed_forward(self, ffn: FeedForward, y: Tensor) -> Tensor:
         y = self.linear(y, ffn.linear1.weight, ffn.linear1.bias).relu()
         return self.linear(y, ffn.linear2.weight, ffn.linear2.bias)
 
-    def keep(self, rows: Tensor, sentences: Tensor | None) -> None:
-        """Go on with these hypotheses, in this order, of these sentences (None: of all)."""
+    def keep(self, rows: Tensor, places: Tensor, sentences: Tensor | None) -> None:
+        """Go on with these hypotheses, in this order, of these sentences (None: of all).
+
+        A place is sentence * beam + number in the beam; not all need to be taken.
+        """
+        before = [self.past(i) for i in range(len(self.memory))]
+        self.places = places
         if sentences is not None:
             self.src_mask = self.src_mask[sentences]
             self.memory = [[part[sentences] for part in pair] for pair in self.memory]
         elif self.beam == 1:
-            return
-        before = [self.past(i) for i in range(len(self.memory))]
-        self.rows = len(rows)
+            return  # the order is the same
         for i, past in enumerate(before):  # layer i moves to the buffer that is free
             self.buffers[i], self.buffers[-1] = self.buffers[-1], self.buffers[i]
             torch.index_select(past, 2, rows, out=self.past(i))
@@ -1352,16 +1357,20 @@ def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0
     best: Ids = [[] for _ in range(n)]
     scores = torch.full((n, beam), -math.inf, device=device)  # summed log-probabilities
     scores[:, 0] = 0.0  # at first the hypotheses of a sentence are all alike: one of them counts
-    history = torch.full((n * beam, 1), BOS, device=device)
+    live = scores.isfinite()  # only these hypotheses have a row in history and in the decoder
+    history = torch.full((n, 1), BOS, device=device)
     decoder = StepDecoder(model, src, beam)
 
     for length in itertools.count(1):
         log_p = decoder(history[:, -1]).log_softmax(-1, dtype=torch.float32)
         log_p[:, [PAD, BOS]] = -math.inf  # never an answer
-        total = log_p.add_(scores.view(-1, 1)).view(len(scores), -1)  # (open, beam * vocabulary)
-        top, index = total.topk(beam)
-        parent, token = index // log_p.size(-1), index % log_p.size(-1)
-        origin = torch.arange(len(scores), device=device)[:, None] * beam + parent  # row in history
+        log_p, words = log_p.topk(min(beam, log_p.size(1)))  # more of one cannot stay
+        total = scores.new_full((*scores.shape, log_p.size(1)), -math.inf)
+        total[live] = scores[live][:, None] + log_p
+        top, index = total.flatten(1).topk(beam)  # (open, beam)
+        number = (live.flatten().cumsum(0) - 1).view_as(live)  # of a hypothesis' row
+        origin = number.gather(1, index // log_p.size(1))
+        token = words[origin, index % log_p.size(1)]
         inside = (torch.arange(beam, device=device) < width[:, None]) & top.isfinite()
         ended = inside & ((token == EOS) | (length >= limit)[:, None])
 
@@ -1381,9 +1390,11 @@ def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0
         kept = alive.nonzero().flatten()
         if len(kept) == 0:
             return best
-        rows = origin[kept].flatten()
-        history = torch.cat([history[rows], token[kept].view(-1, 1)], dim=1)
-        decoder.keep(rows, kept if len(kept) < len(scores) else None)
+        live = scores[kept].isfinite()
+        rows = origin[kept][live]
+        history = torch.cat([history[rows], token[kept][live][:, None]], dim=1)
+        places = live.flatten().nonzero().flatten()
+        decoder.keep(rows, places, kept if len(kept) < len(scores) else None)
         open_now, limit = open_now[kept], limit[kept]
         width, best_score, scores = width[kept], best_score[kept], scores[kept]
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import math
+import threading
 import zlib
 
 import pytest
@@ -34,17 +35,18 @@ class ScriptedDecoder:
     def __init__(self, model, src, beam):
         model.batches.append(len(src))
         self.logits, self.beam, self.sources = model.logits, beam, src.tolist()
-        self.past = [()] * (len(src) * beam)
+        self.past, self.places = [()] * len(src), range(0, len(src) * beam, beam)
 
     def __call__(self, ids):
         self.past = [(*past, token) for past, token in zip(self.past, ids.tolist(), strict=True)]
         assert {past[0] for past in self.past} == {BOS}
         sources = [tuple(i for i in source if i != PAD) for source in self.sources]
-        rows = ((sources[i // self.beam], past[1:]) for i, past in enumerate(self.past))
-        return torch.tensor([self.logits(*row) for row in rows])
+        owners = (sources[place // self.beam] for place in self.places)
+        rows = zip(owners, self.past, strict=True)
+        return torch.tensor([self.logits(source, past[1:]) for source, past in rows])
 
-    def keep(self, rows, sentences):
-        self.past = [self.past[row] for row in rows]
+    def keep(self, rows, places, sentences):
+        self.past, self.places = [self.past[row] for row in rows], places.tolist()
         if sentences is not None:
             self.sources = [self.sources[i] for i in sentences]
 
@@ -193,20 +195,22 @@ def test_the_fast_decoder_of_the_search_equals_the_plain_one(
     rng = torch.Generator().manual_seed(1)
     src = lesson8.pad_rows(sentences(count))
     decoder = lesson8.StepDecoder(copy.deepcopy(model).to(dtype), src, beam)
-    history = torch.full((len(src) * beam, 1), BOS)
+    history, places = torch.full((count, 1), BOS), torch.arange(count) * beam
     for length in range(1, 9):
         with torch.inference_mode():
             fast = decoder(history[:, -1])
-            rows = src.repeat_interleave(beam, dim=0)
-            plain = model.double()(rows, history)[:, -1]
+            plain = model.double()(src[places // beam], history)[:, -1]
         assert fast.dtype == dtype
         torch.testing.assert_close(fast.double(), plain, rtol=0, atol=tolerance)
         kept = torch.arange(len(src))
         if length % 3 == 0 and len(src) > 1:  # a sentence is done
             kept = kept[kept != len(src) // 2]
-        parents = torch.randint(beam, (len(kept), beam), generator=rng)
-        origin = (kept[:, None] * beam + parents).flatten()
-        decoder.keep(origin, kept if len(kept) < len(src) else None)
+        taken = torch.rand(len(kept), beam, generator=rng) < 0.8  # not every place
+        taken[:, 0] |= taken.sum(1) == 0
+        owner = (places // beam)[None, :] == kept[:, None]  # (kept sentences, rows)
+        parents = torch.multinomial(owner.double(), beam, replacement=True, generator=rng)
+        origin, places = parents[taken], taken.flatten().nonzero().flatten()
+        decoder.keep(origin, places, kept if len(kept) < len(src) else None)
         newest = torch.randint(3, 12, (len(origin), 1), generator=rng)
         history, src = torch.cat([history[origin], newest], dim=1), src[kept]
 
@@ -514,6 +518,41 @@ def test_results_stay_in_the_order_of_their_sources(lesson8, beam):
     assert sum(model.batches) == len(sources)
     if beam == 64:
         assert len(model.batches) > 1
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    """Have torch compute with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 20])
+def test_each_thread_has_a_batch_of_its_own(lesson8, model, monkeypatch, threads, count):
+    """All sentences once, the same translations, and the main thread keeps its threads."""
+    sources, real, seen = sentences(count), lesson8.beam_search, []
+    expected = [real(model, torch.tensor([source]), 2)[0] for source in sources]
+
+    def watched(model, src, beam):
+        seen.append((threading.get_ident(), len(src), torch.get_num_threads()))
+        return real(model, src, beam)
+
+    monkeypatch.setattr(lesson8, "beam_search", watched)
+    assert lesson8.translate_ids(model, sources, 2) == expected
+    idents, sizes, shares = zip(*seen, strict=True)
+    assert len(sizes) == min(threads, count) and max(sizes) - min(sizes) <= 1
+    assert sum(sizes) == count and set(shares) == {threads // len(sizes)}
+    assert (threading.get_ident() in idents) == (len(sizes) == 1)
+    assert torch.get_num_threads() == threads
+
+
+def test_an_error_in_one_of_the_threads_is_raised(lesson8, model, threads):
+    with torch.no_grad():
+        model.decoder[0].feed_forward.linear2.bias.fill_(math.nan)
+    with pytest.raises(lesson8.UserError, match="computes no numbers"):
+        lesson8.translate_ids(model, sentences(9), 2)
 
 
 def test_nothing_to_translate_is_no_error(lesson8, model):
