@@ -50,6 +50,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from threading import Event
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -1341,13 +1342,15 @@ class StepDecoder:
 
 
 @torch.inference_mode()
-def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0.6) -> Ids:
+def beam_search(
+    model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0.6, stop: Event | None = None
+) -> Ids:
     """Translate source ids (B, S) into B lists of target ids, without bos and eos.
 
     Each step keeps the `width` best hypotheses (beginnings of a translation) of a sentence; one
     that ends with eos leaves the beam and the width shrinks by one. A sentence is done when its
     beam is empty, or when no hypothesis in it could still win even if all its further tokens were
-    certain. Beam 1 is greedy.
+    certain. Beam 1 is greedy. `stop`, set by another thread, ends the search where it stands.
     """
     model.eval()
     device, n = src.device, src.size(0)
@@ -1388,7 +1391,7 @@ def beam_search(model: Transformer, src: Tensor, beam: int = 4, alpha: float = 0
         if best_score[~alive].isneginf().any():  # done without any hypothesis
             raise UserError("The model computes no numbers: try --precision fp32, or retrain it.")
         kept = alive.nonzero().flatten()
-        if len(kept) == 0:
+        if len(kept) == 0 or (stop and stop.is_set()):
             return best
         live = scores[kept].isfinite()
         rows = origin[kept][live]
@@ -1407,26 +1410,30 @@ def translate_ids(model: Transformer, sources: Rows, beam: int, progress: bool =
     device = next(model.parameters()).device
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))  # like lengths together
-    batches, results = [], [[] for _ in sources]
-    while order:
-        fair = math.ceil(len(sources) / threads)  # leave no thread without work
-        size = max(1, min(fair, 4096 // (beam * len(sources[order[0]]))))
-        batches.append(order[:size])
-        order = order[size:]
+    fair = math.ceil(len(sources) / threads)  # leave no thread without work
+    batches, results, start = [], [[] for _ in sources], 0
+    while start < len(order):
+        size = max(1, min(fair, 4096 // (beam * len(sources[order[start]]))))
+        batches.append(order[start : start + size])
+        start += size
 
     def search(chosen: list[int]) -> tuple[list[int], Ids]:
         src = pad_rows([sources[i] for i in chosen]).to(device)
-        return chosen, beam_search(model, src, beam)
+        return chosen, beam_search(model, src, beam, stop=stop)
 
-    workers = max(1, min(threads, len(batches)))
+    workers, stop = max(1, min(threads, len(batches))), Event()
     pool = ThreadPool(workers, torch.set_num_threads, [threads // workers])
-    bar = tqdm(total=len(sources), unit="sentence", disable=None if progress else True)
-    with pool, bar:
-        run = map if workers == 1 else pool.imap_unordered
-        for chosen, outputs in run(search, batches):
-            for i, output in zip(chosen, outputs, strict=True):
-                results[i] = output
-            bar.update(len(chosen))
+    run = map if workers == 1 else pool.imap_unordered
+    try:
+        with tqdm(total=len(order), unit="sentence", disable=None if progress else True) as bar:
+            for chosen, outputs in run(search, batches):
+                for i, output in zip(chosen, outputs, strict=True):
+                    results[i] = output
+                bar.update(len(chosen))
+    finally:  # after Ctrl-C: a thread still at work when Python ends would crash it
+        stop.set()
+        pool.terminate()
+        pool.join()
     return results
 
 

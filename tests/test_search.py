@@ -535,9 +535,9 @@ def test_each_thread_has_a_batch_of_its_own(lesson8, model, monkeypatch, threads
     sources, real, seen = sentences(count), lesson8.beam_search, []
     expected = [real(model, torch.tensor([source]), 2)[0] for source in sources]
 
-    def watched(model, src, beam):
+    def watched(model, src, beam, **how):
         seen.append((threading.get_ident(), len(src), torch.get_num_threads()))
-        return real(model, src, beam)
+        return real(model, src, beam, **how)
 
     monkeypatch.setattr(lesson8, "beam_search", watched)
     assert lesson8.translate_ids(model, sources, 2) == expected
@@ -553,6 +553,40 @@ def test_an_error_in_one_of_the_threads_is_raised(lesson8, model, threads):
         model.decoder[0].feed_forward.linear2.bias.fill_(math.nan)
     with pytest.raises(lesson8.UserError, match="computes no numbers"):
         lesson8.translate_ids(model, sentences(9), 2)
+
+
+def test_a_search_that_is_told_to_stop_ends_within_a_step(lesson8):
+    lengths, stop = set(), threading.Event()
+
+    def logits(source, past):  # never eos
+        lengths.add(len(past))
+        if len(past) == 7:
+            stop.set()
+        return [0.0, 0.0, NEVER, 1.0]
+
+    lesson8.beam_search(Scripted(logits), torch.tensor([[5, EOS]]), 1, stop=stop)
+    assert max(lengths) == 7
+
+
+def test_after_ctrl_c_no_thread_is_at_work_any_more(lesson8, model, monkeypatch):
+    """Python, when it ends, would crash (SIGABRT) with one inside torch."""
+    calls, before = [], threading.active_count()
+
+    def endless(model, src, beam, stop):  # all but the first search
+        calls.append(len(src))
+        if len(calls) > 1:
+            assert stop.wait(timeout=100)
+        return [[]] * len(src)
+
+    def interrupted(bar, count):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lesson8, "beam_search", endless)
+    monkeypatch.setattr(lesson8.tqdm, "update", interrupted)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    with pytest.raises(KeyboardInterrupt):
+        lesson8.translate_ids(model, sentences(8), 2)
+    assert calls[0] == 2 and threading.active_count() == before
 
 
 def test_nothing_to_translate_is_no_error(lesson8, model):
