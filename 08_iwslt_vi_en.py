@@ -56,7 +56,6 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -919,15 +918,31 @@ def cpu_has_bf16() -> bool:
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # types of 16 bits, half of fp32
 
 
-def choose_precision(wanted: str, device: torch.device) -> str:
-    """Return fp32, bf16 or fp16; "auto" is the fastest that the device computes by itself."""
-    if (wanted, device.type) in (("fp16", "cpu"), ("fp16", "mps"), ("bf16", "mps")):
+def cpu_packs_fp16() -> bool:
+    """Return whether torch can keep weights in fp16 here, packed for products in fp32 (x86)."""
+    try:
+        torch.ops.quantized.linear_prepack_fp16(torch.zeros(1, 1), None)
+    except (RuntimeError, AttributeError):
+        return False
+    return True
+
+
+def choose_precision(wanted: str, device: torch.device, translating: bool = False) -> str:
+    """Return fp32, bf16 or fp16; "auto" is the fastest that the device computes by itself.
+
+    On a CPU fp16 is for translating only: weights are kept so (PackedLinear), sums are fp32.
+    """
+    packs = translating and device.type == "cpu" and cpu_packs_fp16()
+    refused = [("fp16", "mps"), ("bf16", "mps"), *([] if packs else [("fp16", "cpu")])]
+    if (wanted, device.type) in refused:
         raise UserError(f"--precision {wanted} is not for {device.type}: use fp32 or auto.")
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
         return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-    return "bf16" if device.type == "cpu" and cpu_has_bf16() else "fp32"
+    if device.type == "cpu" and cpu_has_bf16():
+        return "bf16"
+    return "fp16" if packs else "fp32"
 
 
 def return_freed_memory() -> None:
@@ -952,6 +967,32 @@ class FastDropout(nn.Module):
         words = torch.empty((x.numel() + 7) // 8, dtype=torch.int64).random_(-(2**63), None)
         kept = words.view(torch.uint8)[: x.numel()].view(x.shape) >= self.threshold
         return x * kept.to(x.dtype).mul_(256 / (256 - self.threshold))
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` for translating on a CPU: weights in fp16, laid out once; sums in fp32.
+
+    A step of the search multiplies few rows by all weights: to read these, and to lay them out anew
+    as a product in fp32 does, takes longer than the arithmetic.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+
+
+def set_precision(model: nn.Module, precision: str) -> None:
+    """Have a model translate in a precision; it cannot be trained any more."""
+    if precision == "fp16" and next(model.parameters()).is_cpu:
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, PackedLinear(child))
+    else:
+        model.to(HALF.get(precision))
 
 
 # ---- Training ----
@@ -1261,22 +1302,20 @@ def length_penalty(length: Tensor | float, alpha: float) -> Tensor | float:
 class StepDecoder:
     """`Transformer.decode` and the output matrix for search: one token of every hypothesis a call.
 
-    It computes the same from the same weights, arranged for few rows and many calls: q, k and v in
-    one product, one memory for all hypotheses of a sentence, and the past's keys and values as
-    whole vectors, which are put into another order from one buffer to the next.
+    It computes the same from the same weights, arranged for few rows and many calls: one memory
+    for all hypotheses of a sentence, and the past's keys and values as whole vectors, which are
+    put into another order from one buffer to the next.
     """
 
     def __init__(self, model: Transformer, src: Tensor, beam: int) -> None:
         self.model, self.beam, self.src_mask = model, beam, padding_mask(src)
         self.places = torch.arange(len(src), device=src.device) * beam  # at first one a sentence
-        caches = model.new_caches(model.encode(src))
+        memory = model.encode(src)
+        caches = model.new_caches(memory)
         self.memory = [[part.contiguous() for part in cache.memory] for cache in caches]
-        three = [(a.w_q, a.w_k, a.w_v) for a in (layer.self_attention for layer in model.decoder)]
-        self.weights = [torch.cat([linear.weight for linear in linears]) for linears in three]
-        self.biases = [torch.cat([linear.bias for linear in linears]) for linears in three]
-        self.length, self.d_model = 0, self.weights[0].size(1)
+        self.length, self.d_model = 0, memory.size(-1)
         room = (src.size(1) + EXTRA_OUTPUT) * 2 * len(src) * beam * self.d_model
-        self.buffers = [self.weights[0].new_empty(room) for _ in range(len(three) + 1)]
+        self.buffers = [memory.new_empty(room) for _ in range(len(caches) + 1)]
 
     def past(self, i: int) -> Tensor:
         """Return a view of layer i's keys and values, (length, 2, rows, d_model)."""
@@ -1291,38 +1330,24 @@ class StepDecoder:
         for i, layer in enumerate(model.decoder):
             x = layer.residual1(x, functools.partial(self.self_attend, i, layer.self_attention))
             x = layer.residual2(x, functools.partial(self.cross_attend, i, layer.cross_attention))
-            x = layer.residual3(x, functools.partial(self.feed_forward, layer.feed_forward))
-        return self.linear(model.decoder_norm(x), model.output.weight)
-
-    @staticmethod
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """F.linear; a CPU multiplies a matrix by a few columns faster than a few rows by it."""
-        if not (x.is_cpu and 1 < len(x) <= 16):
-            return F.linear(x, weight, bias)
-        y = weight @ x.t()
-        return (y if bias is None else y.add_(bias[:, None])).t()
+            x = layer.residual3(x, layer.feed_forward)
+        return model.output(model.decoder_norm(x))
 
     def self_attend(self, i: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
         heads, past = (attention.n_heads, attention.d_k), self.past(i)
-        q, *newest = self.linear(y, self.weights[i], self.biases[i]).chunk(3, dim=-1)
-        torch.stack(newest, out=past[-1])
+        past[-1, 0], past[-1, 1] = attention.w_k(y), attention.w_v(y)
         keys, values = past.unflatten(-1, heads).unbind(1)  # each (T, rows, heads, d_k)
         # One query a row: sums of products of vectors are faster than products of matrices.
-        scores = (keys * (q / math.sqrt(attention.d_k)).unflatten(-1, heads)).sum(-1, keepdim=True)
-        y = (scores.softmax(dim=0) * values).sum(dim=0).flatten(1)
-        return self.linear(y, attention.w_o.weight, attention.w_o.bias)
+        query = (attention.w_q(y) / math.sqrt(attention.d_k)).unflatten(-1, heads)
+        weights = (keys * query).sum(-1, keepdim=True).softmax(dim=0)
+        return attention.w_o((weights * values).sum(dim=0).flatten(1))
 
     def cross_attend(self, i: int, attention: MultiHeadAttention, y: Tensor) -> Tensor:
-        q = y.new_zeros(len(self.src_mask) * self.beam, self.d_model)  # a sentence's side by side
-        q[self.places] = self.linear(y, attention.w_q.weight, attention.w_q.bias)
-        q = attention.split_heads(q.view(-1, self.beam, self.d_model))
-        heads, _ = scaled_dot_product_attention(q, *self.memory[i], self.src_mask)
-        y = heads.transpose(1, 2).reshape(-1, self.d_model)[self.places]
-        return self.linear(y, attention.w_o.weight, attention.w_o.bias)
-
-    def feed_forward(self, ffn: FeedForward, y: Tensor) -> Tensor:
-        y = self.linear(y, ffn.linear1.weight, ffn.linear1.bias).relu()
-        return self.linear(y, ffn.linear2.weight, ffn.linear2.bias)
+        side_by_side = y.new_zeros(len(self.src_mask) * self.beam, self.d_model)  # a sentence's
+        side_by_side[self.places] = y
+        y = side_by_side.view(-1, self.beam, self.d_model)
+        y, _ = attention.attend(y, *self.memory[i], self.src_mask)
+        return y.flatten(0, 1)[self.places]
 
     def keep(self, rows: Tensor, places: Tensor, sentences: Tensor | None) -> None:
         """Go on with these hypotheses, in this order, of these sentences (None: of all).
@@ -1466,8 +1491,8 @@ class Translator:
             self.tokenizers.append(tokenizer)
         if precision == "auto" and self.config.precision == "fp32":
             precision = "fp32"
-        self.precision = choose_precision(precision, device)
-        self.model.to(device, HALF.get(self.precision)).eval()
+        self.precision = choose_precision(precision, device, translating=True)
+        set_precision(self.model.to(device).eval(), self.precision)
         self.src_border, self.tgt_border = map(Moses, self.config.languages)
 
     def to_corpus(self, lines: Sequence[str], progress: bool = False) -> list[str]:

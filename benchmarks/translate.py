@@ -113,7 +113,10 @@ def lesson8(work: Work, dtype: str, threads: int) -> Translate:
     """Lesson 8 as it is: its own batches; raises ValueError where it would not use the dtype."""
     if dtype == "bf16" and not lesson.cpu_has_bf16():
         raise ValueError("this processor has no bf16 arithmetic")
-    model = copy.deepcopy(work.model).to(lesson.HALF.get(dtype, torch.float32))
+    if dtype == "fp16" and not lesson.cpu_packs_fp16():
+        raise ValueError("torch has no products with packed fp16 weights here")
+    model = copy.deepcopy(work.model)
+    lesson.set_precision(model, dtype)
     return partial(lesson.translate_ids, model)
 
 
@@ -314,17 +317,18 @@ def marian(model: nn.Module, dtype: str) -> nn.Module:
     return other
 
 
-# One line is one row. Another precision of lesson 8 is another line, for example
-#   Contestant("lesson8", "bf16", False, lambda work, dtype, threads: ...),
-# with a function that takes (sources, beam) and returns ids, as `lesson8` above returns.
+# One line is one row: a function that takes (work, dtype, threads) and returns another, which takes
+# (sources, beam) and returns ids. Of lesson 8, fp16 is weights in fp16 and sums in fp32.
 # The first line of each kind of weights is what the others of that kind are compared with.
 CONTESTANTS = [
     Contestant("lesson8", "fp32", False, lesson8),
+    Contestant("lesson8", "fp16", False, lesson8),
     Contestant("lesson8", "bf16", False, lesson8),
     Contestant("ctranslate2", "float32", False, ctranslate2),
     Contestant("ctranslate2", "int8", False, ctranslate2),
     Contestant("ctranslate2", "bfloat16", False, ctranslate2),
     Contestant("lesson8", "fp32", True, lesson8),
+    Contestant("lesson8", "fp16", True, lesson8),
     Contestant("lesson8", "bf16", True, lesson8),
     Contestant("huggingface", "fp32", True, hugging_face),
 ]

@@ -215,6 +215,25 @@ def test_the_fast_decoder_of_the_search_equals_the_plain_one(
         history, src = torch.cat([history[origin], newest], dim=1), src[kept]
 
 
+def test_packed_weights_change_a_model_by_no_more_than_rounding_to_fp16(lesson8, tiny_model):
+    """Against the same model with all its linear weights rounded."""
+    if not lesson8.cpu_packs_fp16():
+        pytest.skip("torch has no products with packed fp16 weights here")
+    rounded, packed = copy.deepcopy(tiny_model), copy.deepcopy(tiny_model)
+    with torch.no_grad():
+        for module in rounded.modules():
+            if isinstance(module, nn.Linear):  # the output matrix is the embedding as well
+                module.weight = nn.Parameter(module.weight.half().float())
+    lesson8.set_precision(packed, "fp16")
+    assert not any(isinstance(module, nn.Linear) for module in packed.modules())
+    src, tgt = lesson8.pad_rows(sentences(6, size=30)), torch.tensor([[BOS, 7, 9, 4, 30]] * 6)
+    with torch.inference_mode():
+        plain, expected, found = (model(src, tgt) for model in (tiny_model, rounded, packed))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert not torch.equal(found, plain)
+    torch.testing.assert_close(found, plain, rtol=0, atol=0.02)
+
+
 def test_logits_differ_only_by_rounding_whatever_the_batch(lesson8, tiny_model):
     sources = sentences(8)
     tgt = torch.tensor([[BOS, 7, 9, 4, 30]])

@@ -713,31 +713,56 @@ def test_precision_is_told_and_trains_with_finite_loss(
 
 
 @pytest.mark.parametrize(
-    ("trained", "wanted", "there", "expected"),
+    ("trained", "wanted", "bf16", "packs", "expected"),
     [
-        ("auto", "auto", True, "bf16"),
-        ("auto", "auto", False, "fp32"),
-        ("fp16", "auto", False, "fp32"),  # trained on another machine
-        ("fp32", "auto", True, "fp32"),
-        ("auto", "fp32", True, "fp32"),
-        ("fp32", "bf16", False, "bf16"),
+        ("auto", "auto", True, True, "bf16"),
+        ("auto", "auto", False, True, "fp16"),
+        ("auto", "auto", False, False, "fp32"),
+        ("fp16", "auto", False, False, "fp32"),  # trained on another machine
+        ("fp32", "auto", True, True, "fp32"),
+        ("auto", "fp32", True, True, "fp32"),
+        ("auto", "fp16", True, True, "fp16"),
+        ("fp32", "bf16", False, True, "bf16"),
     ],
 )
 def test_a_run_is_used_in_the_precision_of_the_machine(
-    lesson8, copy, monkeypatch, trained, wanted, there, expected
+    lesson8, copy, monkeypatch, trained, wanted, bf16, packs, expected
 ):
-    monkeypatch.setattr(lesson8, "cpu_has_bf16", lambda: there)
+    if expected == "fp16" and not lesson8.cpu_packs_fp16():
+        pytest.skip("torch has no products with packed fp16 weights here")
+    monkeypatch.setattr(lesson8, "cpu_has_bf16", lambda: bf16)
+    monkeypatch.setattr(lesson8, "cpu_packs_fp16", lambda: packs)
     checkpoint = load(copy / lesson8.BEST)
     checkpoint["config"]["precision"] = trained
     torch.save(checkpoint, copy / lesson8.BEST)
     translator = lesson8.Translator(copy, torch.device("cpu"), precision=wanted)
     assert translator.precision == expected
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[expected]
+    kinds = {type(module) for module in translator.model.modules()}
+    assert (torch.nn.Linear in kinds, lesson8.PackedLinear in kinds) == (
+        expected != "fp16",
+        expected == "fp16",
+    )
+    dtype = torch.bfloat16 if expected == "bf16" else torch.float32
     assert {parameter.dtype for parameter in translator.model.parameters()} == {dtype}
     lines = ["the river", "My brother saw her book."]
     exact = lesson8.Translator(copy, torch.device("cpu"), precision="fp32").translate(lines)
     assert len(translator.translate(lines)) == len(lines)
-    assert expected == "bf16" or translator.translate(lines) == exact
+    assert expected != "fp32" or translator.translate(lines) == exact
+
+
+def test_where_torch_cannot_pack_weights_fp16_is_refused_and_auto_is_fp32(lesson8, monkeypatch):
+    def refuse(weight, bias):
+        raise RuntimeError("Didn't find engine for operation quantized::linear_prepack_fp16")
+
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(lesson8, "cpu_has_bf16", lambda: False)
+    for packs in (lesson8.cpu_packs_fp16(), False):
+        expected = "fp16" if packs else "fp32"
+        assert lesson8.choose_precision("auto", cpu, translating=True) == expected
+        assert lesson8.choose_precision("auto", cpu) == "fp32"
+        monkeypatch.setattr(torch.ops.quantized, "linear_prepack_fp16", refuse)
+    with pytest.raises(lesson8.UserError, match="--precision fp16 is not for cpu"):
+        lesson8.choose_precision("fp16", cpu, translating=True)
 
 
 def test_fp16_on_a_cpu_is_refused(full):
