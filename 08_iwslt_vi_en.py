@@ -115,7 +115,7 @@ class Config:
     warmup: int = setting(400, "steps of warm-up (a fifth of all steps at most)", 1)
     epochs: int = setting(10, "passes over the training pairs", 1)
     minutes: float = setting(0.0, "train about so long instead of counting epochs (0: off)")
-    precision: str = setting("auto", "arithmetic", choices=("auto", "fp32", "bf16", "fp16"))
+    precision: str = setting("auto", "also of --infer", choices=("auto", "fp32", "bf16", "fp16"))
     seed: int = setting(1, "seed of initialisation, batch order and dropout")
     demo: bool = False  # the built-in pairs instead of a corpus: set by --demo, so no flag
 
@@ -932,10 +932,13 @@ def choose_precision(wanted: str, device: torch.device, translating: bool = Fals
 
     On a CPU fp16 is for translating only: weights are kept so (PackedLinear), sums are fp32.
     """
+    if wanted not in ("auto", "fp32", *HALF):
+        raise UserError(f"--precision must be auto, fp32, bf16 or fp16, not {wanted!r}.")
     packs = translating and device.type == "cpu" and cpu_packs_fp16()
     refused = [("fp16", "mps"), ("bf16", "mps"), *([] if packs else [("fp16", "cpu")])]
     if (wanted, device.type) in refused:
-        raise UserError(f"--precision {wanted} is not for {device.type}: use fp32 or auto.")
+        what = "translating" if translating else "training"
+        raise UserError(f"--precision {wanted} is not for {what} on {device.type}: use auto.")
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
@@ -970,7 +973,7 @@ class FastDropout(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """`nn.Linear` for translating on a CPU: weights in fp16, laid out once; sums in fp32.
+    """`nn.Linear` for translating on a CPU: weights in fp16, laid out once; the rest is fp32.
 
     A step of the search multiplies few rows by all weights: to read these, and to lay them out anew
     as a product in fp32 does, takes longer than the arithmetic.
@@ -978,6 +981,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
+        if not linear.weight.abs().max() <= torch.finfo(torch.float16).max:  # or it is no number
+            raise UserError("The model's weights do not fit into fp16: take --precision fp32.")
         self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -985,7 +990,7 @@ class PackedLinear(nn.Module):
 
 
 def set_precision(model: nn.Module, precision: str) -> None:
-    """Have a model translate in a precision; it cannot be trained any more."""
+    """Have a trained fp32 model translate in a precision from now on."""
     if precision == "fp16" and next(model.parameters()).is_cpu:
         for module in list(model.modules()):
             for name, child in module.named_children():
@@ -1302,9 +1307,9 @@ def length_penalty(length: Tensor | float, alpha: float) -> Tensor | float:
 class StepDecoder:
     """`Transformer.decode` and the output matrix for search: one token of every hypothesis a call.
 
-    It computes the same from the same weights, arranged for few rows and many calls: one memory
-    for all hypotheses of a sentence, and the past's keys and values as whole vectors, which are
-    put into another order from one buffer to the next.
+    It computes the same, up to rounding, arranged for few rows (one a hypothesis) and many calls:
+    one memory for all hypotheses of a sentence, and the past's keys and values as whole vectors,
+    which are put into another order from one buffer to the next.
     """
 
     def __init__(self, model: Transformer, src: Tensor, beam: int) -> None:
@@ -1314,7 +1319,7 @@ class StepDecoder:
         caches = model.new_caches(memory)
         self.memory = [[part.contiguous() for part in cache.memory] for cache in caches]
         self.length, self.d_model = 0, memory.size(-1)
-        room = (src.size(1) + EXTRA_OUTPUT) * 2 * len(src) * beam * self.d_model
+        room = (src.size(1) + EXTRA_OUTPUT) * 2 * len(src) * beam * self.d_model  # at most
         self.buffers = [memory.new_empty(room) for _ in range(len(caches) + 1)]
 
     def past(self, i: int) -> Tensor:
@@ -1375,7 +1380,8 @@ def beam_search(
     Each step keeps the `width` best hypotheses (beginnings of a translation) of a sentence; one
     that ends with eos leaves the beam and the width shrinks by one. A sentence is done when its
     beam is empty, or when no hypothesis in it could still win even if all its further tokens were
-    certain. Beam 1 is greedy. `stop`, set by another thread, ends the search where it stands.
+    certain. A translation ends EXTRA_OUTPUT tokens beyond its source at the latest. Beam 1 is
+    greedy. `stop`, set by another thread, ends the search where it stands.
     """
     model.eval()
     device, n = src.device, src.size(0)
@@ -1430,12 +1436,14 @@ def beam_search(
 def translate_ids(model: Transformer, sources: Rows, beam: int, progress: bool = False) -> Ids:
     """Translate any number of encoded sentences, many at once; return them in their order.
 
-    On a CPU each thread has a batch of its own: a step of one batch is too small to share.
+    On a CPU each thread has a batch of its own, where there are several: a step of one is too small
+    to share. A batch has at most 4096 places, padding and hypotheses included.
     """
     device = next(model.parameters()).device
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    available = torch.get_num_threads()
+    threads = available if device.type == "cpu" else 1
     order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))  # like lengths together
-    fair = math.ceil(len(sources) / threads)  # leave no thread without work
+    fair = math.ceil(len(sources) / threads)  # a thread's share
     batches, results, start = [], [[] for _ in sources], 0
     while start < len(order):
         size = max(1, min(fair, 4096 // (beam * len(sources[order[start]]))))
@@ -1459,6 +1467,7 @@ def translate_ids(model: Transformer, sources: Rows, beam: int, progress: bool =
         stop.set()
         pool.terminate()
         pool.join()
+        torch.set_num_threads(available)  # for threads to come, which else take over a worker's
     return results
 
 
@@ -1466,7 +1475,7 @@ def translate_ids(model: Transformer, sources: Rows, beam: int, progress: bool =
 class Translator:
     """Ordinary text in, ordinary text out, with the best checkpoint of a run.
 
-    Weights and arithmetic are in `precision`; a run trained with --precision fp32 stays in fp32.
+    "auto" is the fastest precision of the device, but fp32 for a run trained with --precision fp32.
     """
 
     def __init__(
@@ -1497,6 +1506,8 @@ class Translator:
 
     def to_corpus(self, lines: Sequence[str], progress: bool = False) -> list[str]:
         """Translate lines of ordinary text, sentence by sentence, into lines of corpus text."""
+        if isinstance(lines, str):
+            raise TypeError("lines must be a list of lines, not one string")
         pieces, owners = [], []  # encoded sentences; the line that each belongs to
         longest = MAX_POSITIONS - EXTRA_OUTPUT - 1
         for number, line in enumerate(lines):

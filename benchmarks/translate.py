@@ -9,7 +9,7 @@ Who takes part is the list CONTESTANTS below; a package that is missing leaves i
   and all threads work at one batch or each at its own, whichever is faster ("each" in the table).
 - Hugging Face has the Transformer as MarianMTModel, which is post-norm. That row and a second row
   of lesson 8 use post-norm weights: those of --post-norm-run, or a model that practises the made-up
-  task below for a minute or two. Its batch size is the fastest of a few too.
+  task below for some minutes. Its batch size is the fastest of a few too.
 
 All start from encoded ids and end with ids: no row contains tokenisation. Every round times each
 contestant once, in turn, so that a slow spell of the machine strikes all of them; a ratio is taken

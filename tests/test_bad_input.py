@@ -274,7 +274,7 @@ ARGUMENTS = [
     (["--full", "--seed", str(2**70)], "--seed must be at least 0 and below 2**32"),
     (["--full", "--beam", "0"], "--beam must be between 1 and 1,000."),
     (["--infer", "--beam", "-4"], "--beam must be between 1 and 1,000."),
-    (["--full", "--precision", "fp16"], "--precision fp16 is not for cpu: use fp32 or auto."),
+    (["--full", "--precision", "fp16"], "--precision fp16 is not for training on cpu: use auto."),
     (["--full", "--device", "cuda:99"], "--device cuda:99 cannot be used here ("),
     (["--infer", "--device", "cuda:99"], "--device cuda:99 cannot be used here ("),
     (["--full", "--device", "toaster"], "--device toaster cannot be used here ("),

@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import threading
+import time
 import zlib
 
 import pytest
@@ -232,6 +233,22 @@ def test_packed_weights_change_a_model_by_no_more_than_rounding_to_fp16(lesson8,
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
     assert not torch.equal(found, plain)
     torch.testing.assert_close(found, plain, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, 1e5])
+def test_weights_that_fp16_cannot_hold_are_an_error(lesson8, tiny_model, weight):
+    with torch.no_grad():
+        tiny_model.decoder[0].feed_forward.linear1.weight[2, 3] = weight
+    with pytest.raises(lesson8.UserError, match="do not fit into fp16"):
+        lesson8.set_precision(tiny_model, "fp16")
+
+
+@pytest.mark.parametrize(("precision", "name"), [("fp16", "float16"), ("bf16", "bfloat16")])
+def test_off_the_cpu_all_of_a_model_has_the_precision(lesson8, tiny_model, precision, name):
+    model = tiny_model.to("meta")
+    lesson8.set_precision(model, precision)
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, name)}
+    assert not any(isinstance(module, lesson8.PackedLinear) for module in model.modules())
 
 
 def test_logits_differ_only_by_rounding_whatever_the_batch(lesson8, tiny_model):
@@ -539,7 +556,7 @@ def test_results_stay_in_the_order_of_their_sources(lesson8, beam):
         assert len(model.batches) > 1
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture(params=[1, 3, 5])
 def threads(request):
     """Have torch compute with so many threads."""
     before = torch.get_num_threads()
@@ -564,7 +581,28 @@ def test_each_thread_has_a_batch_of_its_own(lesson8, model, monkeypatch, threads
     assert len(sizes) == min(threads, count) and max(sizes) - min(sizes) <= 1
     assert sum(sizes) == count and set(shares) == {threads // len(sizes)}
     assert (threading.get_ident() in idents) == (len(sizes) == 1)
-    assert torch.get_num_threads() == threads
+    later = []
+    newcomer = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    newcomer.start()
+    newcomer.join()
+    assert later == [torch.get_num_threads()] == [threads]
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_batch_has_no_more_places_than_4096(lesson8, monkeypatch, beam):
+    shapes = []
+
+    def empty(model, src, beam, stop):
+        shapes.append(tuple(src.shape))
+        return [[]] * len(src)
+
+    monkeypatch.setattr(lesson8, "beam_search", empty)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    lengths = [3, 900, 40, 41, 7] * 60
+    lesson8.translate_ids(Scripted(echo), [[5] * n for n in lengths], beam)
+    assert sum(count for count, _ in shapes) == len(lengths)
+    assert all(count == 1 or count * length * beam <= 4096 for count, length in shapes)
+    assert max(count * length * beam for count, length in shapes) > 3600
 
 
 def test_an_error_in_one_of_the_threads_is_raised(lesson8, model, threads):
@@ -594,7 +632,8 @@ def test_after_ctrl_c_no_thread_is_at_work_any_more(lesson8, model, monkeypatch)
     def endless(model, src, beam, stop):  # all but the first search
         calls.append(len(src))
         if len(calls) > 1:
-            assert stop.wait(timeout=100)
+            assert stop.wait(timeout=60)
+            time.sleep(0.3)
         return [[]] * len(src)
 
     def interrupted(bar, count):

@@ -760,9 +760,12 @@ def test_where_torch_cannot_pack_weights_fp16_is_refused_and_auto_is_fp32(lesson
         expected = "fp16" if packs else "fp32"
         assert lesson8.choose_precision("auto", cpu, translating=True) == expected
         assert lesson8.choose_precision("auto", cpu) == "fp32"
+        assert lesson8.choose_precision("auto", torch.device("mps"), translating=True) == "fp32"
         monkeypatch.setattr(torch.ops.quantized, "linear_prepack_fp16", refuse)
-    with pytest.raises(lesson8.UserError, match="--precision fp16 is not for cpu"):
+    with pytest.raises(lesson8.UserError, match="--precision fp16 is not for translating on cpu"):
         lesson8.choose_precision("fp16", cpu, translating=True)
+    with pytest.raises(lesson8.UserError, match="not 'int8'"):
+        lesson8.choose_precision("int8", cpu, translating=True)
 
 
 def test_fp16_on_a_cpu_is_refused(full):
