@@ -1359,13 +1359,13 @@ class StepDecoder:
 
         A place is sentence * beam + number in the beam; not all need to be taken.
         """
+        if sentences is None and self.beam == 1:
+            return  # the rows and their order are the same
         before = [self.past(i) for i in range(len(self.memory))]
         self.places = places
         if sentences is not None:
             self.src_mask = self.src_mask[sentences]
             self.memory = [[part[sentences] for part in pair] for pair in self.memory]
-        elif self.beam == 1:
-            return  # the order is the same
         for i, past in enumerate(before):  # layer i moves to the buffer that is free
             self.buffers[i], self.buffers[-1] = self.buffers[-1], self.buffers[i]
             torch.index_select(past, 2, rows, out=self.past(i))
@@ -1450,11 +1450,13 @@ def translate_ids(model: Transformer, sources: Rows, beam: int, progress: bool =
         batches.append(order[start : start + size])
         start += size
 
+    stop = Event()
+
     def search(chosen: list[int]) -> tuple[list[int], Ids]:
         src = pad_rows([sources[i] for i in chosen]).to(device)
         return chosen, beam_search(model, src, beam, stop=stop)
 
-    workers, stop = max(1, min(threads, len(batches))), Event()
+    workers = max(1, min(threads, len(batches)))
     pool = ThreadPool(workers, torch.set_num_threads, [threads // workers])
     run = map if workers == 1 else pool.imap_unordered
     try:

@@ -40,7 +40,7 @@ class ScriptedDecoder:
 
     def __call__(self, ids):
         self.past = [(*past, token) for past, token in zip(self.past, ids.tolist(), strict=True)]
-        assert {past[0] for past in self.past} == {BOS}
+        assert {(len(past), past[0]) for past in self.past} == {(len(self.past[0]), BOS)}
         sources = [tuple(i for i in source if i != PAD) for source in self.sources]
         owners = (sources[place // self.beam] for place in self.places)
         rows = zip(owners, self.past, strict=True)
